@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from aerie import arms, artifact, server, target
-from aerie.config import CHUNK_DIGITS
 from aerie.progress import progress, say
 
 SIMULATION = "SGLANG_SIMULATE_ACC_LEN"  # fakes acceptance inside SGLang: must never reach a measured arm
@@ -28,8 +27,8 @@ SIMULATION = "SGLANG_SIMULATE_ACC_LEN"  # fakes acceptance inside SGLang: must n
 def held_out_prompts(folder: Path, chunks: int, limit: int) -> list[tuple[str, list[int]]]:
     """Return (id, prompt ids of the last turn) of held-out conversations, ordered by id, each id once."""
     found = {}
-    for number in range(chunks):
-        for record in artifact.read_json_lines(folder / f"{number:0{CHUNK_DIGITS}d}.jsonl"):
+    for path in artifact.chunk_paths(folder, chunks, ".jsonl"):
+        for record in artifact.read_json_lines(path):
             if record["held_out"] and record["turns"]:
                 found[record["id"]] = record["turns"][-1]["prompt_ids"]
     if not found:

@@ -42,6 +42,7 @@ def test_speed_up_greedy_share_and_first_differences_against_the_baseline():
     result = arms.compare(BASELINE, other)
     assert result["speed_up"] == pytest.approx(6.0 / 3.0)
     assert result["greedy_equal"] == 0.5 and result["first_differences"] == {"a": 2}
+    assert result["prompt_speed_ups"] == pytest.approx({"a": 2.0, "b": 2.0})
     low, high = result["speed_up_interval"]
     assert low == pytest.approx(2.0) and high == pytest.approx(2.0)  # every prompt is exactly twice as fast
 

@@ -61,7 +61,7 @@ def publish(shard, root, held_out=(False, True, False)):
 def test_a_two_token_shard_has_exactly_these_bytes():
     found = hidden.layout([2], 1, 1, "bfloat16", {"a": 1})
     header = (
-        b'{"__metadata__":{"aerie":"{\\"a\\":1}","format":"pt"},'
+        b'{"__metadata__":{"aerie":"{\\"a\\":1}"},'
         b'"cu_seqlens":{"dtype":"I64","shape":[2],"data_offsets":[0,16]},'
         b'"input_ids":{"dtype":"I32","shape":[2],"data_offsets":[16,24]},'
         b'"aux":{"dtype":"BF16","shape":[2,1,1],"data_offsets":[24,28]},'

@@ -94,21 +94,28 @@ def gates(
     return result
 
 
-def _median_latency(arm: dict[str, Any]) -> dict[str, float]:
-    """Return seconds per completion token of each prompt, the median over the passes."""
-    seen: dict[str, list[float]] = {}
+def _per_prompt(arm: dict[str, Any]) -> dict[str, tuple[float, int]]:
+    """Return {prompt id: (median seconds over the passes, tokens of the first pass)}."""
+    seconds: dict[str, list[float]] = {}
     for one in arm["passes"]:
         for request in one["requests"]:
-            seen.setdefault(request["id"], []).append(request["latency_s"] / request["completion_tokens"])
-    return {prompt_id: statistics.median(values) for prompt_id, values in seen.items()}
+            seconds.setdefault(request["id"], []).append(request["latency_s"])
+    tokens = {request["id"]: request["completion_tokens"] for request in arm["passes"][0]["requests"]}
+    return {prompt_id: (statistics.median(values), tokens[prompt_id]) for prompt_id, values in seconds.items()}
 
 
-def bootstrap(
-    pairs: Sequence[tuple[float, float]], figure: Callable[[Sequence[tuple[float, float]]], float]
-) -> list[float]:
-    """Return the 95 % interval of `figure` under resampling of the pairs (seeded)."""
+def _ratio_of_rates(pairs: Sequence[tuple[tuple[float, int], tuple[float, int]]]) -> float:
+    """Return tokens per second of the second over that of the first; a pair holds (seconds, tokens) of both."""
+    (theirs_s, theirs), (ours_s, ours) = (
+        (sum(pair[side][0] for pair in pairs), sum(pair[side][1] for pair in pairs)) for side in (0, 1)
+    )
+    return (ours / ours_s) / (theirs / theirs_s)
+
+
+def bootstrap(values: Sequence[Any], figure: Callable[[Sequence[Any]], float]) -> list[float]:
+    """Return the 95 % interval of `figure` under resampling of the values (seeded)."""
     generator = random.Random(SEED)
-    draws = [figure(generator.choices(pairs, k=len(pairs))) for _ in range(BOOTSTRAP_DRAWS)]
+    draws = [figure(generator.choices(values, k=len(values))) for _ in range(BOOTSTRAP_DRAWS)]
     return [percentile(draws, share) for share in INTERVAL]
 
 
@@ -116,13 +123,14 @@ def compare(baseline: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any]:
     """Return an arm beside the baseline on the same prompts.
 
     `speed_up` is the ratio of the medians of output tokens/s; `speed_up_interval` comes from resampling the prompts,
-    with each prompt's median seconds per token. `greedy_equal` is the share of prompts whose ids equal the
-    baseline's; `first_differences` gives the position of the first other id for the rest.
+    each with its median seconds and its tokens in both arms; `prompt_speed_ups` is that ratio prompt by prompt.
+    `greedy_equal` is the share of prompts whose ids equal the baseline's; `first_differences` gives the position of
+    the first other id for the rest.
     """
-    ours, theirs = _median_latency(arm), _median_latency(baseline)
+    ours, theirs = _per_prompt(arm), _per_prompt(baseline)
     if sorted(ours) != sorted(theirs):
         raise ArmError(f"{arm['arm']} and {baseline['arm']} measured other prompts; measure both again")
-    pairs = [(theirs[prompt_id], ours[prompt_id]) for prompt_id in sorted(ours)]
+    pairs = {prompt_id: (theirs[prompt_id], ours[prompt_id]) for prompt_id in sorted(ours)}
     reference = {request["id"]: request["output_ids"] for request in baseline["passes"][0]["requests"]}
     differences = {}
     for request in arm["passes"][0]["requests"]:
@@ -136,7 +144,8 @@ def compare(baseline: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any]:
     return {
         "arm": arm["arm"],
         "speed_up": arm["summary"]["tok_per_s"] / baseline["summary"]["tok_per_s"],
-        "speed_up_interval": bootstrap(pairs, lambda drawn: sum(p[0] for p in drawn) / sum(p[1] for p in drawn)),
+        "speed_up_interval": bootstrap(list(pairs.values()), _ratio_of_rates),
+        "prompt_speed_ups": {prompt_id: _ratio_of_rates([pair]) for prompt_id, pair in pairs.items()},
         "greedy_equal": 1 - len(differences) / len(reference),
         "first_differences": differences,
     }

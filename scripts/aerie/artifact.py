@@ -52,6 +52,11 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
+def metadata_entry(metadata: dict[str, Any]) -> dict[str, str]:
+    """Return `__metadata__` of a safetensors file: one key, because the library writes several in random order."""
+    return {"aerie": canonical_json(metadata)}
+
+
 def sidecar_of(path: Path | str) -> Path:
     """Return where the sidecar of an artifact lies."""
     path = Path(path)
@@ -137,7 +142,7 @@ def publish(path: Path | str) -> Iterator[Path]:
 def write_text(path: Path | str, text: str) -> None:
     """Publish a text file."""
     with publish(path) as temporary:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path | str, value: Any) -> None:
@@ -147,7 +152,7 @@ def write_json(path: Path | str, value: Any) -> None:
 
 def write_json_lines(path: Path | str, records: Iterable[dict[str, Any]]) -> None:
     """Publish one canonical JSON document per line."""
-    with publish(path) as temporary, open(temporary, "w") as file:
+    with publish(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for record in records:
             file.write(canonical_json(record) + "\n")
 
@@ -207,13 +212,13 @@ def check_all(paths: Iterable[Path | str]) -> dict[str, str]:
 def read_json(path: Path | str) -> Any:
     """Check and parse a published JSON document."""
     check(path)
-    return json.loads(Path(path).read_text())
+    return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def read_json_lines(path: Path | str) -> list[dict[str, Any]]:
     """Check and parse a published JSON-lines file."""
     check(path)
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -305,6 +310,25 @@ def audit(results: Path, threads: int = 1) -> list[Defect]:
                 )
             )
     return sorted(defects)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Chunks
+
+CHUNK_DIGITS = 5  # chunk ids are zero-padded, so their order as text is their order
+
+
+def chunk_id(number: int) -> str:
+    """Return the id of chunk `number` as it stands in file names."""
+    return f"{number:0{CHUNK_DIGITS}d}"
+
+
+def chunk_paths(folder: Path, count: int, suffix: str) -> list[Path]:
+    """Return `folder/{chunk}{suffix}` of all `count` chunks, in order.
+
+    Scripts get the folder and the count: 10,000 paths are more than a command line holds.
+    """
+    return [folder / f"{chunk_id(number)}{suffix}" for number in range(count)]
 
 
 def free_bytes(folder: Path) -> int:

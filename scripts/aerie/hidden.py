@@ -122,7 +122,7 @@ def layout(lengths: Sequence[int], layers: int, width: int, dtype: str, metadata
         ("final", state, [tokens, width], item * tokens * width),
         ("loss_mask", "U8", [tokens], tokens),
     ]
-    header: dict[str, Any] = {"__metadata__": {"aerie": artifact.canonical_json(metadata), "format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": artifact.metadata_entry(metadata)}
     relative, position = {}, 0
     for name, kind, shape, size in fields:
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [position, position + size]}

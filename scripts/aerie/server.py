@@ -37,6 +37,7 @@ POLL_S = 0.5
 STOP_S = 15.0  # SGLang needs about 6 s from SIGTERM to exit on two cores
 LOG_TAIL_LINES = 25
 START_TRIES = 3  # only for a port that was taken between the choice and the server's bind
+PREFILL_TOKENS = 16384  # SGLang's own default for one forward pass; a longer context raises it
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 REQUEST_TIMEOUT_S = 1800.0  # one answer; a server that is alive but silent that long is stuck
 
@@ -45,6 +46,8 @@ CPU_FLAGS = (
     "--attention-backend", "intel_amx",  # the reference operators of containers/cpu_kernels
     "--disable-overlap-schedule",
     "--disable-cuda-graph",
+    # SGLang derives its default from max_prefill_tokens as on a GPU, and comes out below zero on a laptop.
+    "--mem-fraction-static", "0.5",
 )  # fmt: skip
 
 # What a capture needs, whatever the model: whole prompts, every token computed, nothing reordered or fused
@@ -53,6 +56,8 @@ CAPTURE_FLAGS = (
     "--disable-radix-cache",
     "--chunked-prefill-size", "-1",
     "--disable-overlap-schedule",
+    "--disable-prefill-cuda-graph",
+    "--disable-decode-cuda-graph",
     "--enforce-disable-flashinfer-allreduce-fusion",
 )  # fmt: skip
 
@@ -86,6 +91,7 @@ class Settings:
             "--context-length", str(self.context_tokens),
             "--max-running-requests", str(self.max_running_requests),
             "--random-seed", str(self.seed),
+            "--max-prefill-tokens", str(max(self.context_tokens, PREFILL_TOKENS)),
             "--skip-server-warmup",
         ]  # fmt: skip
         if self.max_total_tokens:
@@ -93,6 +99,19 @@ class Settings:
         if self.device == "cpu":
             flags += CPU_FLAGS
         return flags + self.extra_flags
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables every server of this target gets."""
+        if self.device != "cpu":
+            return {}
+        # Idle OpenMP threads that spin take the cores from the server's other processes.
+        variables = {"OMP_WAIT_POLICY": "passive"}
+        if self.tensor_parallel == 1:
+            return variables
+        # SGLang asks for a NUMA node per rank otherwise, which a laptop has not.
+        cores = sorted(os.sched_getaffinity(0))
+        binding = "|".join(str(cores[rank % len(cores)]) for rank in range(self.tensor_parallel))
+        return variables | {"SGLANG_CPU_OMP_THREADS_BIND": binding}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -219,7 +238,7 @@ class Server:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **self._environment},
+            env={**os.environ, **self.settings.environment(), **self._environment},
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )

@@ -217,7 +217,7 @@ def write_head(model: Path, manifest: dict[str, Any], output: Path) -> None:
             tensors[key] = shard.get_tensor(name).clone()  # a tied head is written twice
     metadata = {key: manifest[key] for key in ("target_digest", "tokenizer_digest", "template_digest", "facts")}
     with artifact.publish(output) as temporary:
-        save_file(tensors, temporary, {"aerie": artifact.canonical_json(metadata), "format": "pt"})
+        save_file(tensors, temporary, artifact.metadata_entry(metadata))
 
 
 def check_model(manifest_path: Path) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def write(output: Path, ids: Sequence[Sequence[int]], masks: Sequence[Sequence[i
         "cu_seqlens": torch.tensor(starts, dtype=torch.int64),
     }
     with artifact.publish(output) as temporary:
-        save_file(tensors, temporary, {"aerie": artifact.canonical_json(metadata), "format": "pt"})
+        save_file(tensors, temporary, artifact.metadata_entry(metadata))
 
 
 def read(path: Path | str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
