@@ -5,7 +5,7 @@
 
 The server runs in a process group of its own on a free port of the loopback interface, carries a name
 made for this start (so a foreign server on the same port is never taken for it), and is gone when the
-block ends, whatever ends it: the group gets SIGTERM, then SIGKILL; and the kernel kills it when this
+block ends, whatever ends it: SIGTERM for it, SIGKILL for what is left of its group; and the kernel kills it when this
 process is killed itself.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ctypes
 import json
 import os
@@ -102,16 +103,12 @@ class Settings:
 
     def environment(self) -> dict[str, str]:
         """Return the variables every server of this target gets."""
-        if self.device != "cpu":
+        if self.device != "cpu" or self.tensor_parallel == 1:
             return {}
-        # Idle OpenMP threads that spin take the cores from the server's other processes.
-        variables = {"OMP_WAIT_POLICY": "passive"}
-        if self.tensor_parallel == 1:
-            return variables
         # SGLang asks for a NUMA node per rank otherwise, which a laptop has not.
         cores = sorted(os.sched_getaffinity(0))
         binding = "|".join(str(cores[rank % len(cores)]) for rank in range(self.tensor_parallel))
-        return variables | {"SGLANG_CPU_OMP_THREADS_BIND": binding}
+        return {"SGLANG_CPU_OMP_THREADS_BIND": binding}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -292,22 +289,17 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
-        """End the server's process group: SIGTERM, after a while SIGKILL. Does nothing the second time."""
+        """End the server, then what is left of its process group. Does nothing the second time."""
         process, self._process = self._process, None
         if process is None:
             return
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, number)
-            except ProcessLookupError:
-                break
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                continue
-            # The leader is gone; the loop's second turn takes what is left of its group.
+        # SIGTERM to the leader alone: sent to all, SGLang takes the end of its children for a crash.
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        self._returncode = process.returncode
         self._log.close()
 
     def log_tail(self) -> str:
