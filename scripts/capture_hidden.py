@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+
 from aerie import artifact, hidden, server, target, tokens
 from aerie.progress import progress, say
-from safetensors import safe_open
 
 TOP_LOGPROBS = 5  # of the server's distribution after each sample, compared with lm_head · final
 READY_S = 30.0  # the ready file is written before the server answers; this is for a slow shared folder

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from aerie import config as settings
 
 ROOT = settings.ROOT

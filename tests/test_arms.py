@@ -1,6 +1,7 @@
 """arms: known timings give known figures; parity and intervals come from the records."""
 
 import pytest
+
 from aerie import arms
 from aerie.arms import ArmError
 

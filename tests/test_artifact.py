@@ -5,6 +5,7 @@ import shutil
 import subprocess
 
 import pytest
+
 from aerie import artifact
 from aerie.artifact import ArtifactError
 

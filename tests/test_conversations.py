@@ -2,8 +2,9 @@
 
 import argparse
 
-import generate_conversations
 import pytest
+
+import generate_conversations
 from aerie import server
 from aerie.conversations import ConversationError, answer_text
 from test_tokens import EOS, LetterTokenizer, assistant, user
@@ -54,7 +55,11 @@ def test_prompts_longer_than_the_context_are_all_named_with_their_lengths():
     with pytest.raises(ConversationError) as error:
         generation().payloads(states, 0)
     text = str(error.value)
-    assert "long, turn 0: 45 tokens" in text and "longer, turn 0: 55 tokens" in text and "short" not in text.split("\n")[0][:5]
+    assert (
+        "long, turn 0: 45 tokens" in text
+        and "longer, turn 0: 55 tokens" in text
+        and "short" not in text.split("\n")[0][:5]
+    )
     assert "leaves room for 32" in text
 
 

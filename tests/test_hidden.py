@@ -6,6 +6,7 @@ import struct
 
 import pytest
 import torch
+
 from aerie import artifact, hidden
 from aerie.artifact import ArtifactError
 from aerie.hidden import PartialShard

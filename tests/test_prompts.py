@@ -4,6 +4,7 @@ import gzip
 import json
 
 import pytest
+
 from aerie import prompts
 from aerie.prompts import PromptError
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from aerie import server
 from aerie.server import Server, ServerError, Settings
 

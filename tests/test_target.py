@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
-from aerie import artifact, target
-from aerie.target import TargetError
 from safetensors import safe_open
 from safetensors.torch import save_file
+
+from aerie import artifact, target
+from aerie.target import TargetError
 
 V, D = 12, 4
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from aerie import conversations, tokens
 from aerie.artifact import ArtifactError
 from aerie.conversations import ConversationError
