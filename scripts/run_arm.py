@@ -5,8 +5,8 @@
         --concurrency 1 --repeats 3 --min-accept-length 1.05 --sglang-version 0.5.20 --server-log results/logs/arm.log \
         --output results/arms/eagle3.json --model results/target/model --device cpu ...
 
-Without --drafter it is the baseline. Both get the same image, flags, prompts, ids and temperature 0; one warm-up pass
-is dropped. The last line on stdout is the summary as JSON.
+Without --drafter it is the baseline. Both get the same image, flags, prompts, ids and temperature 0; a few warm-up
+requests are dropped. The last line on stdout is the summary as JSON.
 """
 
 from __future__ import annotations
@@ -63,10 +63,7 @@ def one_pass(engine: server.Server, prompts: list[tuple[str, list[int]]], argume
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arm", required=True, help="name")
-    parser.add_argument("--drafter", type=Path, help="exported drafter; none: the baseline")
-    parser.add_argument("--num-steps", type=int, default=0)
-    parser.add_argument("--eagle-topk", type=int, default=0)
-    parser.add_argument("--num-draft-tokens", type=int, default=0)
+    server.add_speculation_arguments(parser, required=False)
     parser.add_argument("--conversations", type=Path, required=True, help="folder of the conversations")
     parser.add_argument("--chunks", type=int, required=True)
     parser.add_argument("--max-prompts", type=int, required=True)
@@ -81,19 +78,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def speculation_flags(arguments: argparse.Namespace) -> list[str]:
-    """Return the server flags of the drafter, none for the baseline."""
-    if not arguments.drafter:
-        return []
-    return [
-        "--speculative-algorithm", "EAGLE3",
-        "--speculative-draft-model-path", str(arguments.drafter),
-        "--speculative-num-steps", str(arguments.num_steps),
-        "--speculative-eagle-topk", str(arguments.eagle_topk),
-        "--speculative-num-draft-tokens", str(arguments.num_draft_tokens),
-    ]  # fmt: skip
-
-
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_args(argv)
     if SIMULATION in os.environ:
@@ -106,12 +90,14 @@ def main(argv: list[str] | None = None) -> None:
         artifact.check(arguments.drafter / "config.json")
         drafter_digest = artifact.check(arguments.drafter / "model.safetensors")
     prompts = held_out_prompts(arguments.conversations, arguments.chunks, arguments.max_prompts)
-    flags = ["--disable-radix-cache", *speculation_flags(arguments)]
+    flags = [*server.ARM_FLAGS, *server.speculation_flags(arguments)]
     settings = server.settings_of(arguments)
-    counter = progress(len(prompts) * (arguments.repeats + 1), f"measuring {arguments.arm}", "requests")
+    warm_up = prompts[: arguments.concurrency + 1]
+    total = len(warm_up) + len(prompts) * arguments.repeats
+    counter = progress(total, f"measuring {arguments.arm}", "requests")
     with server.Server(settings, flags, {}, arguments.server_log) as engine:
         served = engine.get("/server_info")
-        one_pass(engine, prompts, arguments, counter)  # warm-up
+        one_pass(engine, warm_up, arguments, counter)  # dropped
         measured = [one_pass(engine, prompts, arguments, counter) for _ in range(arguments.repeats)]
     counter.close()
     failures = [failure for _, failed in measured for failure in failed]

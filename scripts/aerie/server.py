@@ -63,6 +63,10 @@ CAPTURE_FLAGS = (
 )  # fmt: skip
 
 
+# What a measured server gets, the baseline too: a prompt seen in an earlier pass must cost what it cost then.
+ARM_FLAGS = ("--disable-radix-cache",)
+
+
 class ServerError(RuntimeError):
     """The server did not start, died or refused; the message ends with what its log said last."""
 
@@ -126,6 +130,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, required=True)
     group.add_argument("--extra-flag", dest="extra_flags", action="append", default=[], metavar="FLAG",
                        help="one more word for the server's command line, e.g. --extra-flag=--mem-fraction-static")  # fmt: skip
+
+
+def add_speculation_arguments(parser: argparse.ArgumentParser, required: bool) -> None:
+    """Add the flags that make a server speculate; without --drafter it does not."""
+    group = parser.add_argument_group("speculation")
+    group.add_argument("--drafter", type=Path, required=required, help="folder of the exported drafter")
+    group.add_argument("--num-steps", type=int, default=0, required=required, help="draft steps")
+    group.add_argument("--eagle-topk", type=int, default=0, required=required, help="branches per step")
+    group.add_argument("--num-draft-tokens", type=int, default=0, required=required, help="tokens verified at once")
+
+
+def speculation_flags(arguments: argparse.Namespace) -> list[str]:
+    """Return SGLang's flags for `add_speculation_arguments`, none without a drafter."""
+    if not arguments.drafter:
+        return []
+    return [
+        "--speculative-algorithm", "EAGLE3",
+        "--speculative-draft-model-path", str(arguments.drafter),
+        "--speculative-num-steps", str(arguments.num_steps),
+        "--speculative-eagle-topk", str(arguments.eagle_topk),
+        "--speculative-num-draft-tokens", str(arguments.num_draft_tokens),
+    ]  # fmt: skip
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
