@@ -40,7 +40,7 @@ def run(*words, check=True, **arguments):
 
 def snakemake(*words, check=True):
     """Run `snakemake --cores 2` on the toy configuration."""
-    return run(sys.executable, "-m", "snakemake", "--cores", "2", "--configfile", TOY, *words, check=check)
+    return run(sys.executable, "-m", "snakemake", "--cores", "2", f"--configfile={TOY}", *words, check=check)
 
 
 def in_image(sif, *words):

@@ -347,7 +347,6 @@ GATE_WORDS: dict[str, tuple[str, str, Callable[[Any], str]]] = {
         _plain,
     ),
     "greedy_agreement": ("checked rows whose most likely token is the one the server generated", "≥", percent),
-    "unique_ids": ("conversations that occur in more than one place", "≤", _plain),
     "export": ("exported tensors that are not the trained ones", "≤", _plain),
     "names": ("tensor names skipped, missing or left unset by SGLang’s loader", "≤", _plain),
     "parameters": ("parameters in the server that differ from the exported ones", "≤", _plain),
@@ -378,11 +377,8 @@ def gates_of(run: Run) -> list[Gate]:
         for name, gate in found.items():
             yield Gate(stage, path, name, gate["value"], gate["limit"], gate["passed"], str(gate.get("detail", "")))
 
-    ids = [sample["id"] for chunk in run.chunks.values() for sample in chunk["samples"]]
-    repeated = len(ids) - len(set(ids))
     # The build runs the contract test and publishes nothing where it finds a drift: a record speaks of none.
     result = [Gate("image", IMAGE, "contract", 0, 0, True)]
-    result.append(Gate("data", "hidden", "unique_ids", repeated, 0, repeated == 0))
     for chunk, manifest in run.chunks.items():
         result += read("capture", f"hidden/{chunk}.json", manifest["gates"])
     result += read("export", "drafter/check.json", run.check["gates"])

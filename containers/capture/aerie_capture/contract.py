@@ -335,7 +335,7 @@ def check_import() -> list[Drift]:
         module, owner, name = target.rsplit(".", 2)
         try:
             function = getattr(getattr(importlib.import_module(module), owner), name)
-        except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        except (ImportError, AttributeError, KeyError, OSError, RuntimeError) as error:
             drifts.append(Drift(f"import {target}", repr(error), "a method"))
             continue
         found = list(inspect.signature(function).parameters)
