@@ -1,0 +1,63 @@
+# Aerie: a target language model in, a served and measured EAGLE-3 drafter out.
+#
+#   prompts -> conversations -> tokens -> hidden -> drafter -> arms -> report      (container: one SGLang image)
+#
+# Table of contents: the configuration, the chunks, the stages in the order of the data, the targets.
+import os
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+from snakemake.utils import min_version
+
+min_version("9.0")
+sys.path.insert(0, str(Path(workflow.basedir, "scripts")))
+from aerie import config as settings
+
+
+configfile: "config.yaml"
+
+
+try:
+    settings.validate(config)
+except settings.ConfigError as error:
+    raise WorkflowError(str(error))
+os.environ.update(settings.job_environment(config))
+
+RESULTS = config["results_dir"]
+LOGS = f"{RESULTS}/logs"
+BENCHMARKS = f"{RESULTS}/benchmarks"
+SIF = f"{RESULTS}/container/sglang.sif"
+CHUNKS = settings.chunk_ids(config)
+ARMS = settings.arm_names(config)
+SERVER = settings.server_flags(config)
+GPUS = settings.gpus(config)
+
+
+wildcard_constraints:
+    chunk=r"\d+",
+    arm="|".join(ARMS),
+
+
+localrules:
+    all,
+    verify,
+    write_manifest,
+
+
+include: "rules/container.smk"
+include: "rules/target.smk"
+include: "rules/prompts.smk"
+include: "rules/conversations.smk"
+include: "rules/tokens.smk"
+include: "rules/hidden.smk"
+include: "rules/drafter.smk"
+include: "rules/arms.smk"
+include: "rules/report.smk"
+
+
+rule all:
+    default_target: True
+    input:
+        f"{RESULTS}/report/index.html.sha256",
+        f"{RESULTS}/MANIFEST.sha256",
