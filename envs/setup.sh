@@ -13,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export DEBIAN_FRONTEND=noninteractive PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_USER=0 PYTHONNOUSERSITE=1
 unset PYTHONPATH PYTHONHOME
 
-readonly VENV=.venv READY=.venv/ready LOG=.venv/pip.log CACHE=.cache
+readonly VENV=.venv INSTALLED=.venv/installed READY=.venv/ready LOG=.venv/pip.log CACHE=.cache
 readonly PYTHONS=(python3 python3.13 python3.12 python3.11 python3.14) # in order of preference
 readonly LOCKS=(envs/host.lock envs/torch-cpu.lock envs/torch-cuda.lock)
 
@@ -73,11 +73,16 @@ choose_python() {
     fi
 }
 
-# What `.venv/ready` holds when this checkout is set up on this machine.
-identity() {
+# What $INSTALLED holds when the virtual environment is that of this checkout and its locks.
+packages_identity() {
     printf 'prefix %s\n' "$PWD/$VENV"
     printf 'python %s\n' "$("$VENV/bin/python" -V 2>&1)"
     sha256sum "${LOCKS[@]}"
+}
+
+# What $READY holds when, besides, the Apptainer on PATH was seen to build and run an image.
+identity() {
+    packages_identity
     printf 'apptainer %s\n' "$(apptainer --version 2>&1)"
 }
 
@@ -107,7 +112,7 @@ pip_failed() { fail "pip could not install $1:" "$(grep -v '^WARNING: Location' 
 
 create_venv() {
     say "virtual environment $VENV with $("$python" -V) from envs/host.lock (1 to 5 minutes)"
-    rm -f "$READY"
+    rm -f "$READY" "$INSTALLED"
     "$python" -m venv --clear "$VENV"
     # The build tools come first: a few packages ship source only, and building those with the
     # tools of the lock keeps pip from fetching tools without a hash.
@@ -116,18 +121,19 @@ create_venv() {
     pip_install envs/host.lock --no-build-isolation || pip_failed envs/host.lock
     install_torch
     "$VENV/bin/python" -m pip check --quiet || fail "envs/host.lock is not complete: see the lines above"
+    packages_identity >"$INSTALLED"
 }
 
 main() {
     if [[ $(uname -sm) != "Linux x86_64" ]]; then
         fail "this is $(uname -sm); the locks and the image are for Linux x86_64"
     fi
-    if [[ -f $READY ]] && command -v apptainer >/dev/null && [[ "$(identity)" == "$(cat "$READY")" ]]; then
+    if [[ -f $READY ]] && command -v apptainer >/dev/null && [[ "$(identity)" == "$(<"$READY")" ]]; then
         say "ready ($VENV, $(apptainer --version))"
         return
     fi
     local python
-    if ! [[ -f $READY && "$(identity | grep -v ^apptainer)" == "$(grep -v ^apptainer "$READY")" ]]; then
+    if ! [[ -f $INSTALLED && "$(packages_identity)" == "$(<"$INSTALLED")" ]]; then
         choose_python
         create_venv
     fi

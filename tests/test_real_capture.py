@@ -125,13 +125,13 @@ def test_a_server_that_dies_in_the_middle_loses_nothing_that_was_complete(sif, m
 
 @pytest.fixture
 def small_disk():
-    """A file system of its own with room for the control files but not for the states; root only."""
+    """A file system of its own with room for the first shard but not for all; root only."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
     folder = ROOT / WORK / "small-disk"
     folder.mkdir(parents=True, exist_ok=True)
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", folder], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", folder], capture_output=True, text=True
     )
     if mounted.returncode:
         pytest.skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")

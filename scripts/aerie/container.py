@@ -111,7 +111,7 @@ def apptainer_version() -> str:
 def obstacles(
     read: Mapping[str, str | None], fuse_usable: bool, has_squashfuse: bool, restricted_root: bool
 ) -> list[str]:
-    """Return in words what keeps Apptainer from working, or slows it down, on a machine with these settings.
+    """Return in words what may keep Apptainer from working, or slow it down, on a machine with these settings.
 
     `read` maps the paths of `SETTINGS` to their text, None where the kernel does not have them.
     """
@@ -137,11 +137,11 @@ def obstacles(
         )
     if not fuse_usable:
         found.append(
-            "/dev/fuse is missing or closed to this user: images are unpacked anew for every job; "
-            "as root: modprobe fuse && chmod 666 /dev/fuse"
+            "/dev/fuse is missing or closed to this user, so images cannot be mounted; as root: modprobe fuse && "
+            "chmod 666 /dev/fuse, or, slow: export APPTAINER_UNSQUASH=1, and every job unpacks its image"
         )
     if not has_squashfuse:
-        found.append("no squashfuse on PATH: images are unpacked anew for every job; install the package squashfuse")
+        found.append("no squashfuse on PATH, so every job unpacks its image; install the package squashfuse")
     return found
 
 
@@ -179,7 +179,7 @@ def _tiny_root(folder: Path) -> None:
 def smoke_test(cache_dir: Path) -> list[str]:
     """Build and run a tiny image the way the workflow builds and runs its own.
 
-    Returns what slows Apptainer down here; raises ContainerError with the likely causes when it fails.
+    Returns the obstacles that did not stop it; raises ContainerError with the likely causes when it fails.
     """
     apptainer_version()
     environment = apptainer_environment(cache_dir)
@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"apptainer: ERROR: {error}", file=sys.stderr)
         return 1
     for warning in warnings:
-        print(f"apptainer: slow: {warning}", file=sys.stderr)
+        print(f"apptainer: note: {warning}", file=sys.stderr)
     print("apptainer: builds and runs images here")
     return 0
 
