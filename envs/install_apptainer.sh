@@ -21,8 +21,9 @@ export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8
 readonly MINIMUM_VERSION=1.1 # the first release that builds and runs without set-user-id helpers
 readonly GLIBC=/usr/lib/apptainer-glibc # where the repacked package keeps sid's C library
 # debian-archive-keyring: on Ubuntu, mmdebstrap needs it to check the Debian base of the image.
+# tzdata: Apptainer mounts /etc/localtime into every container, and a minimal system has none.
 readonly HELPERS=(
-    squashfs-tools squashfuse fuse3 fuse2fs fuse-overlayfs uidmap mmdebstrap debian-archive-keyring
+    squashfs-tools squashfuse fuse3 fuse2fs fuse-overlayfs uidmap mmdebstrap debian-archive-keyring tzdata
 )
 readonly SUBORDINATE_IDS=100000-165535
 
