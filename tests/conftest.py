@@ -26,15 +26,24 @@ def toy_config():
     return merged
 
 
-def run(*words, check=True, **arguments):
-    """Run a command in the checkout with what the workflow gives its jobs; return it with its combined output."""
+def run(*words, check=True):
+    """Run a command in the checkout with what the workflow gives its jobs; return it with its combined output.
+
+    Every line is printed as it comes (pytest -s shows it), so that a test that hangs is seen to hang.
+    """
     environment = {**os.environ, **settings.job_environment(toy_config()), "PYTHONUNBUFFERED": "1"}
-    done = subprocess.run(
-        [str(word) for word in words], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **arguments,
-    )  # fmt: skip
+    words = [str(word) for word in words]
+    lines = []
+    with subprocess.Popen(
+        words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:  # fmt: skip
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    done = subprocess.CompletedProcess(words, process.returncode, "".join(lines))
     if check and done.returncode:
-        pytest.fail(f"exit status {done.returncode}: {' '.join(map(str, words))}\n{done.stdout[-6000:]}")
+        pytest.fail(f"exit status {done.returncode}: {' '.join(words)}\n{done.stdout[-6000:]}")
     return done
 
 

@@ -38,6 +38,11 @@ PYTHON = "3.11"  # bookworm's; the locks of the image are made for it
 GLIBC_MINOR = 36  # bookworm's C library is 2.36: newer wheels do not run on it
 # What the wheels expect of the system, and ps for people who look into a running container.
 BASE_PACKAGES = ("python3", "python3-venv", "libgomp1", "libnuma1", "ca-certificates", "procps")
+# What the host or the installation itself leaves behind, of no use in a read-only image and not the same twice.
+LEFTOVERS = (
+    *("etc/hostname", "etc/resolv.conf", "etc/apt/sources.list", "var/log/*", "var/cache/debconf/*"),
+    "usr/share/python3/debpython/__pycache__",
+)
 EPOCH = "1735689600"  # 2025-01-01, the time of every file that would otherwise carry the time of the build
 SQUASHFS_ARGUMENTS = "-comp zstd -Xcompression-level 3"  # as small as gzip's default, and several times faster
 
@@ -289,13 +294,13 @@ def debian_sources() -> list[str]:
 
 def bootstrap_debian(archive: Path) -> None:
     """Write a minimal Debian as a tar; the same package versions give the same bytes."""
-    # These come from the host or from apt's run and are of no use in a read-only image.
-    leftovers = "etc/hostname etc/resolv.conf etc/apt/sources.list var/log/* var/cache/debconf/*"
     command = [
         *("mmdebstrap", "--variant=minbase", f"--include={','.join(BASE_PACKAGES)}", "--format=tar"),
-        *('--customize-hook=cd "$1" && rm -rf ' + leftovers, SUITE, str(archive), *debian_sources()),
+        *('--customize-hook=cd "$1" && rm -rf ' + " ".join(LEFTOVERS), SUITE, str(archive), *debian_sources()),
     ]
-    answer = subprocess.run(command, env=os.environ | {"SOURCE_DATE_EPOCH": EPOCH}, stdout=sys.stderr)
+    answer = subprocess.run(
+        command, env=os.environ | {"SOURCE_DATE_EPOCH": EPOCH, "PYTHONHASHSEED": "0"}, stdout=sys.stderr
+    )
     if answer.returncode != 0:
         raise ContainerError(f"mmdebstrap failed with status {answer.returncode}; its own message stands above")
 
@@ -322,7 +327,7 @@ def fetch_base(setting: str, cache: Path, say: Say) -> Base:
         return Base(kind, "docker", source, source.rsplit(":", 1)[1], None)
     if kind == "tar":
         return Base(kind, "localimage", "rootfs/", check(source), Path(source))
-    request = digest_of([SUITE, BASE_PACKAGES])[:8]
+    request = digest_of([SUITE, BASE_PACKAGES, LEFTOVERS])[:8]
     kept = sorted((cache / "base").glob(f"{SUITE}-{request}-*.tar"), key=lambda file: file.stat().st_mtime)
     if kept:
         say(f"base: {kept[-1]}, kept from an earlier build")
