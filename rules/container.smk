@@ -4,6 +4,7 @@ rule build_image:
         code=settings.sources("build_image"),
         definition="containers/sglang.def",
         lock=f"containers/{config['container']['variant']}.lock",
+        torch_locks=["envs/torch-cpu.lock", "envs/torch-cuda.lock"],
         patch=settings.patch_sources(config),
     output:
         sif=SIF,
