@@ -56,8 +56,26 @@ include: "rules/arms.smk"
 include: "rules/report.smk"
 
 
+# Every artifact is named, not the last ones alone: Snakemake does not miss a removed file that nothing asks for.
 rule all:
     default_target: True
     input:
-        f"{RESULTS}/report/index.html.sha256",
-        f"{RESULTS}/MANIFEST.sha256",
+        [
+            expand([str(file) for file in rule.output], chunk=CHUNKS, arm=ARMS)
+            for rule in (
+                rules.build_image,
+                rules.fetch_target,
+                rules.write_prompts,
+                rules.generate_conversations,
+                rules.tokenize_conversations,
+                rules.capture_hidden,
+                rules.build_vocab,
+                rules.train_drafter,
+                rules.export_drafter,
+                rules.check_export,
+                rules.run_arm,
+                rules.check_acceptance,
+                rules.write_report,
+                rules.write_manifest,
+            )
+        ],
