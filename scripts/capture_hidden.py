@@ -136,7 +136,7 @@ def capture(
     engine: server.Server, shards: list[hidden.PartialShard], run: str, control: Path, concurrency: int
 ) -> list[Replies]:
     """Send every sample that is not durable yet; return the server's answers per shard."""
-    replies, requests, defects, done, total = [], [], [], 0, 0
+    replies, requests, done, total = [], [], 0, 0
     for shard in shards:
         durable, kept = shard.prepare(), Replies(shard)
         replies.append(kept)
@@ -166,8 +166,7 @@ def capture(
         sample_id, length = shard.metadata["ids"][position], shard.lengths[position]
         defect = f"{sample_id}: HTTP {reply.status}: {reply.body}" if reply.status != 200 else refusal(reply.body, sample_id, length)  # fmt: skip
         if defect:
-            defects.append(defect)
-            raise CaptureError("\n".join(defects))  # the first refusal ends the run: the rest would follow it
+            raise CaptureError(defect)  # the first refusal ends the run: the rest would follow it
         (top,) = reply.body["meta_info"]["output_top_logprobs"]
         kept.keep(position, [[logprob, token] for logprob, token, *_ in top])
         counter.update(length)
