@@ -4,6 +4,7 @@
 #
 # Table of contents: the configuration, the chunks, the stages in the order of the data, the targets.
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from snakemake.utils import min_version
 min_version("9.0")
 sys.path.insert(0, str(Path(workflow.basedir, "scripts")))
 from aerie import config as settings
+from aerie import warm
 
 
 configfile: "config.yaml"
@@ -23,6 +25,8 @@ try:
 except settings.ConfigError as error:
     raise WorkflowError(str(error))
 os.environ.update(settings.job_environment(config))
+if workflow.is_main_process:  # jobs inherit it, those that parse this file again too
+    os.environ[warm.WORKFLOW] = warm.process_name(os.getpid())
 
 RESULTS = config["results_dir"]
 LOGS = f"{RESULTS}/logs"
@@ -31,12 +35,21 @@ SIF = f"{RESULTS}/container/sglang.sif"
 CHUNKS = settings.chunk_ids(config)
 ARMS = settings.arm_names(config)
 SERVER = settings.server_flags(config)
+WARM = f"{RESULTS}/runs/warm"
 GPUS = settings.gpus(config)
 
 
 wildcard_constraints:
     chunk=r"\d+",
     arm="|".join(ARMS),
+    format="|".join(settings.EXPORT_FINAL),
+
+
+# A server that outlives its job needs a container that does: this process on the host runs it.
+onstart:
+    if config["server"]["warm_idle_s"]:
+        options = shlex.split(workflow.deployment_settings.apptainer_args)
+        warm.start_starter(Path(WARM), ["apptainer", "exec", "--home", os.getcwd(), *options])
 
 
 localrules:

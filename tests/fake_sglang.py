@@ -25,7 +25,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self):
-        self.send({"served_model_name": os.environ.get("FAKE_NAME", flags["--served-model-name"])})
+        self.send({"data": [{"id": os.environ.get("FAKE_NAME", flags["--served-model-name"])}]})
 
     def do_POST(self):
         global answered
