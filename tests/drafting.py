@@ -7,6 +7,7 @@ trained one is right nearly always.
 Shapes: T tokens, D width, K layers, V vocabulary, R draft vocabulary.
 """
 
+import json
 from pathlib import Path
 
 import torch
@@ -41,8 +42,13 @@ def random_sample(name, length, seed, held_out=False):
         held_out=held_out,
         input_ids=torch.randint(0, V, (length,), generator=generator, dtype=torch.int32),
         loss_mask=(torch.rand(length, generator=generator) < 0.6).to(torch.uint8),
-        aux=torch.randn(length, K, D, generator=generator),
-        final=torch.randn(length, D, generator=generator) * 0.5,
+        states=torch.cat(
+            [
+                torch.randn(length, K, D, generator=generator),
+                torch.randn(length, 1, D, generator=generator) * 0.5,
+            ],
+            dim=1,
+        ),  # (T, K+1, D)
     )
 
 
@@ -81,11 +87,10 @@ def cyclic_sample(name, length, held_out):
     ids = torch.tensor([*ids, SPECIAL], dtype=torch.int32)
     mask = torch.zeros(length, dtype=torch.uint8)
     mask[PROMPT_TOKENS:] = 1
-    states, head = drawn(V, K, D, seed=5), drawn(V, D, seed=6)
+    aux, head = drawn(V, K, D, seed=5), drawn(V, D, seed=6)
     following = torch.cat((ids[1:], ids[:1])).long()
-    return Sample(
-        name, held_out, ids, mask, states[ids.long()], head[following] / head.norm(dim=1)[following, None] * 3
-    )
+    final = head[following] / head.norm(dim=1)[following, None] * 3  # (T, D)
+    return Sample(name, held_out, ids, mask, torch.cat((aux[ids.long()], final[:, None]), dim=1))
 
 
 def write_target(results: Path):
@@ -119,33 +124,67 @@ def write_target(results: Path):
     return manifest
 
 
-def write_chunk(results: Path, manifest, number, samples, **changes):
-    """tokens/{chunk}.safetensors and hidden/{chunk}.json with one shard, in fp32; `changes` go into its metadata."""
+def stored(states, dtype):
+    """States [T, K+1, D] as the capture plugin stores them: (states, scales [T, K+1] or None, float8_error or None).
+
+    float8_e4m3 has a scale per token and tensor, the largest magnitude over the largest float8.
+    """
+    if dtype != hidden.FLOAT8:
+        return states.to(hidden.DTYPES[dtype]), None, None
+    values = states.float()
+    scales = (values.abs().amax(dim=2) / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-12)  # (T, K+1)
+    quantised = (values / scales[..., None]).to(torch.float8_e4m3fn)  # (T, K+1, D)
+    missed = (values - quantised.float() * scales[..., None]).norm(dim=2)  # (T, K+1)
+    return quantised, scales, (missed / values.norm(dim=2).clamp(min=1e-12)).max().item()
+
+
+def fill(shard, position, states):
+    """Write one sample's states [T, K+1, D] and its journal line, as a capture server does."""
+    control = shard.control("run")
+    entry = control["samples"][position]
+    rows, scales, error = stored(states, shard.dtype)
+    with open(control["path"], "r+b") as file:
+        for name, tensor in (("states", rows), ("scales", scales)):
+            if tensor is not None:
+                file.seek(control[name]["offset"] + entry["row"] * control[name]["row_bytes"])
+                file.write(hidden.tensor_bytes(tensor))
+    line = {
+        "sample": position,
+        "tokens": entry["tokens"],
+        "ids_sha256": entry["sha256"],
+        "rows_xxh3": hidden.checksum(*(tensor for tensor in (rows, scales) if tensor is not None)),
+        **({} if error is None else {"float8_error": error}),
+    }
+    with open(control["journal"], "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def write_chunk(results: Path, manifest, number, samples, dtype="float32", **changes):
+    """tokens/{chunk}.safetensors and hidden/{chunk}.json with one shard; `changes` go into its metadata."""
     chunk = f"{number:05d}"
     identity = {key: manifest[key] for key in ("target_digest", "tokenizer_digest", "template_digest")}
     tokens_path = results / "tokens" / f"{chunk}.safetensors"
+    names = {"ids": [s.id for s in samples], "held_out": [s.held_out for s in samples]}
     tokens.write(
         tokens_path,
         [sample.input_ids.tolist() for sample in samples],
         [sample.loss_mask.tolist() for sample in samples],
-        {"ids": [s.id for s in samples], "held_out": [s.held_out for s in samples], "greedy": True, **identity},
+        {**names, "greedy": True, **identity},
     )
     metadata = {
         "format": hidden.FORMAT, "chunk": chunk, "tokens_digest": artifact.read_sidecar(tokens_path), "layers": LAYERS,
-        "final": "post_norm", "dtype": "float32", "hidden_size": D, "sglang_version": "0.5.20", "patch_digest": "p",
-        **identity, **changes,
+        "final": "post_norm", "dtype": dtype, "computed_dtype": "bfloat16" if dtype == "bfloat16" else "float32",
+        "hidden_size": D, "sglang_version": "0.5.20", "patch_digest": "p", **identity, **changes,
     }  # fmt: skip
     lengths = [len(sample.input_ids) for sample in samples]
     shard = hidden.PartialShard(
         results / "partial" / chunk, 0, list(range(len(samples))), lengths, [s.input_ids for s in samples],
-        [s.loss_mask for s in samples], K, D, "float32", metadata,
+        [s.loss_mask for s in samples], K, D, dtype, {**metadata, **names},
     )  # fmt: skip
     shard.prepare()
-    control = shard.control("run")["tensors"]
-    with open(shard.path, "r+b") as file:
-        for name, tensors in (("aux", [s.aux for s in samples]), ("final", [s.final for s in samples])):
-            file.seek(control[name]["offset"])
-            file.write(hidden.tensor_bytes(torch.cat(tensors)))
+    for position, sample in enumerate(samples):
+        fill(shard, position, sample.states)
+    journal = shard.prepare()  # reads the lines back
     path = results / "hidden" / f"{chunk}.json"
     folder = path.with_suffix("")
     folder.mkdir(parents=True)
@@ -154,8 +193,7 @@ def write_chunk(results: Path, manifest, number, samples, **changes):
     artifact.write_json(path, {
         "metadata": metadata, "gates": {},
         "shards": [{"name": shard.path.name, "sha256": digest, "bytes": size, "tokens": sum(lengths)}],
-        "samples": [{"id": s.id, "held_out": s.held_out, "shard": 0, "position": i, "tokens": lengths[i]}
-                    for i, s in enumerate(samples)],
+        "samples": shard.entries(journal),
     })  # fmt: skip
 
 

@@ -1,15 +1,19 @@
 """hidden: golden bytes, preallocation and resume, a reader that refuses what is not whole."""
 
+import errno
 import hashlib
 import json
+import os
 import struct
 
 import pytest
 import torch
+import xxhash
 
 from aerie import artifact, hidden
 from aerie.artifact import ArtifactError
 from aerie.hidden import PartialShard
+from drafting import fill
 
 LENGTHS = [2, 1, 3]
 LAYERS, WIDTH = 2, 4
@@ -17,108 +21,272 @@ LAYERS, WIDTH = 2, 4
 
 def make_shard(folder, dtype="float32", ids=None, metadata=None):
     ids = ids or [torch.arange(10 * i, 10 * i + n, dtype=torch.int32) for i, n in enumerate(LENGTHS)]
+    facts = {"ids": [f"s{i}" for i in range(len(LENGTHS))], "held_out": [False, True, False]}
     return PartialShard(
         folder=folder, number=0, samples=[0, 1, 2], lengths=LENGTHS, input_ids=ids,
         loss_mask=[torch.ones(n, dtype=torch.uint8) for n in LENGTHS],
-        layers=LAYERS, width=WIDTH, dtype=dtype, metadata=metadata or {"layers": [1, 2]},
+        layers=LAYERS, width=WIDTH, dtype=dtype, metadata={**facts, **(metadata or {"layers": [1, 2]})},
     )  # fmt: skip
 
 
-def fill(shard, sample, seed=0, journal=True):
-    """Write one sample's rows as the server does: at the offsets of the control record, then the journal."""
-    control = shard.control("run")
-    generator = torch.Generator().manual_seed(seed + sample)
-    entry = control["samples"][sample]
-    digest = hashlib.sha256()
-    with open(control["path"], "r+b") as file:
-        for tensor in control["tensors"].values():
-            data = torch.rand(entry["tokens"] * tensor["row_bytes"] // 4, generator=generator, dtype=torch.float32)
-            raw = hidden.tensor_bytes(data)
-            file.seek(tensor["offset"] + entry["row"] * tensor["row_bytes"])
-            file.write(raw)
-            digest.update(raw)
-    if journal:
-        line = {"sample": sample, "tokens": entry["tokens"], "ids_sha256": entry["sha256"], "rows_sha256": digest.hexdigest()}  # fmt: skip
-        with open(control["journal"], "a") as file:
-            file.write(json.dumps(line) + "\n")
+def states_of(sample):
+    """The states of a sample, [T, K+1, D]."""
+    generator = torch.Generator().manual_seed(sample)
+    return torch.rand(LENGTHS[sample], LAYERS + 1, WIDTH, generator=generator) + 0.5
 
 
-def publish(shard, root, held_out=(False, True, False)):
+def filled(folder, dtype="float32", samples=(0, 1, 2)):
+    """A shard with the rows and the journal lines of `samples`."""
+    shard = make_shard(folder, dtype)
+    assert shard.prepare() == hidden.Journal()
+    for sample in samples:
+        fill(shard, sample, states_of(sample))
+    return shard
+
+
+def publish(shard, root):
     """Publish a filled shard as a chunk of one shard, as capture_hidden does."""
+    journal = shard.prepare()
+    assert sorted(journal.durable) == [0, 1, 2]
     manifest = root / "hidden" / "00000.json"
     folder = manifest.with_suffix("")
     folder.mkdir(parents=True)
     size = shard.path.stat().st_size
     digest = artifact.seal(shard.path, folder / shard.path.name)
-    metadata = dict.fromkeys(hidden.IDENTITY, "x") | {"layers": [1, 2]}
-    samples = [
-        {"id": f"s{i}", "held_out": held_out[i], "shard": 0, "position": i, "tokens": n} for i, n in enumerate(LENGTHS)
-    ]
+    metadata = dict.fromkeys(hidden.IDENTITY, "x") | {
+        "format": hidden.FORMAT, "layers": [1, 2], "dtype": shard.dtype,
+        "computed_dtype": "bfloat16" if shard.dtype == "bfloat16" else "float32",
+    }  # fmt: skip
     shards = [{"name": shard.path.name, "sha256": digest, "bytes": size, "tokens": sum(LENGTHS)}]
+    samples = shard.entries(journal)
     artifact.write_json(manifest, {"metadata": metadata, "shards": shards, "samples": samples, "gates": {}})
     return manifest
 
 
-def test_a_two_token_shard_has_exactly_these_bytes():
-    found = hidden.layout([2], 1, 1, "bfloat16", {"a": 1})
+def flip(path, position, bit=0):
+    """Change one bit of a file."""
+    with open(path, "r+b") as file:
+        file.seek(position)
+        (byte,) = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def append(shard, *lines):
+    with open(shard.journal, "a") as file:
+        file.writelines(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fields", "offsets", "size"),
+    [
+        (
+            "bfloat16",
+            b'"states":{"dtype":"BF16","shape":[2,2,1],"data_offsets":[24,32]},'
+            b'"loss_mask":{"dtype":"U8","shape":[2],"data_offsets":[32,34]}}',
+            {"states": 4120, "loss_mask": 4128},
+            4130,
+        ),
+        (
+            "float32",
+            b'"states":{"dtype":"F32","shape":[2,2,1],"data_offsets":[24,40]},'
+            b'"loss_mask":{"dtype":"U8","shape":[2],"data_offsets":[40,42]}}',
+            {"states": 4120, "loss_mask": 4136},
+            4138,
+        ),
+        (
+            "float8_e4m3",
+            b'"states":{"dtype":"F8_E4M3","shape":[2,2,1],"data_offsets":[24,28]},'
+            b'"scales":{"dtype":"F32","shape":[2,2],"data_offsets":[28,44]},'
+            b'"loss_mask":{"dtype":"U8","shape":[2],"data_offsets":[44,46]}}',
+            {"states": 4120, "scales": 4124, "loss_mask": 4140},
+            4142,
+        ),
+    ],
+    ids=["bfloat16", "float32", "float8_e4m3"],
+)
+def test_the_header_of_a_two_token_shard_has_exactly_these_bytes(dtype, fields, offsets, size):
+    found = hidden.layout([2], 1, 1, dtype, {"a": 1})
     header = (
         b'{"__metadata__":{"aerie":"{\\"a\\":1}"},'
         b'"cu_seqlens":{"dtype":"I64","shape":[2],"data_offsets":[0,16]},'
-        b'"input_ids":{"dtype":"I32","shape":[2],"data_offsets":[16,24]},'
-        b'"aux":{"dtype":"BF16","shape":[2,1,1],"data_offsets":[24,28]},'
-        b'"final":{"dtype":"BF16","shape":[2,1],"data_offsets":[28,32]},'
-        b'"loss_mask":{"dtype":"U8","shape":[2],"data_offsets":[32,34]}}'
+        b'"input_ids":{"dtype":"I32","shape":[2],"data_offsets":[16,24]},' + fields
     )
     assert found.header == struct.pack("<Q", 4088) + header + b" " * (4088 - len(header))
-    assert found.offsets == {"cu_seqlens": 4096, "input_ids": 4112, "aux": 4120, "final": 4124, "loss_mask": 4128}
-    assert found.total_bytes == 4130
+    assert found.offsets == {"cu_seqlens": 4096, "input_ids": 4112, **offsets}
+    assert found.total_bytes == size
 
 
-def test_a_filled_shard_reads_back_sample_by_sample(tmp_path):
-    shard = make_shard(tmp_path / "p")
-    assert shard.prepare() == {}
-    for sample in (2, 0, 1):
-        fill(shard, sample)
-    assert sorted(shard.durable()) == [0, 1, 2]
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 40), ("float32", 80), ("float8_e4m3", 20 + 16)])
+def test_a_token_takes_its_states_and_their_scales(dtype, expected):
+    assert hidden.token_bytes(3, 5, dtype) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3"])
+def test_a_filled_shard_reads_back_sample_by_sample(tmp_path, dtype):
+    shard = filled(tmp_path / "p", dtype, (2, 0, 1))
     chunk = hidden.open_chunk(publish(shard, tmp_path))
     samples = list(chunk)
     assert [s.id for s in samples] == ["s0", "s1", "s2"] and [s.held_out for s in samples] == [False, True, False]
     assert [len(s.input_ids) for s in samples] == LENGTHS
     assert samples[2].input_ids.tolist() == [20, 21, 22]
     assert samples[2].aux.shape == (3, LAYERS, WIDTH) and samples[2].final.shape == (3, WIDTH)
-    expected = torch.rand(3 * LAYERS * WIDTH, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(samples[2].aux.flatten(), expected)
+    for number, sample in enumerate(samples):
+        expected = states_of(number)
+        assert sample.states.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+        assert torch.equal(sample.aux, sample.states[:, :-1]) and torch.equal(sample.final, sample.states[:, -1])
+        if dtype == "float8_e4m3":
+            assert ((sample.states - expected).abs() <= expected / 8).all()
+            assert not torch.equal(sample.states, expected)
+        else:
+            assert torch.equal(sample.states, expected.to(sample.states.dtype))
+
+
+def test_float8_states_are_restored_in_float32_and_rounded_once():
+    states = torch.tensor([[[1.0, -0.5]]]).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[1.0 + 2**-9]])
+    found = hidden.restored(states, scales, torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, torch.tensor([[[1.0 + 2**-9, -0.5 - 2**-10]]]).bfloat16())
+    assert hidden.restored(states, None, torch.bfloat16) is states
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3"])
+def test_a_checksum_is_over_the_states_then_the_scales(tmp_path, dtype):
+    shard = filled(tmp_path / "p", dtype)
+    rows = hidden.rows_of(shard.tensors(), shard.starts[2], shard.starts[3])
+    assert len(rows) == (2 if dtype == "float8_e4m3" else 1)
+    joined = b"".join(map(hidden.tensor_bytes, rows))
+    assert shard.prepare().durable[2].rows_xxh3 == hidden.checksum(*rows) == xxhash.xxh3_128(joined).hexdigest()
 
 
 def test_a_second_run_takes_up_what_the_journal_proves_and_nothing_else(tmp_path):
-    shard = make_shard(tmp_path / "p")
-    shard.prepare()
-    fill(shard, 0)
-    fill(shard, 1, journal=False)  # rows on disk without a journal line prove nothing
-    with open(shard.journal, "a") as file:
-        file.write('{"sample": 2, "tok')  # a kill cut this line short
+    shard = filled(tmp_path / "p", samples=(0,))
+    lines = shard.journal.read_text()
+    fill(shard, 1, states_of(1))
+    shard.journal.write_text(lines)  # rows on disk without a journal line prove nothing
+    append(shard, {"sample": 2, "refused": "not finite"}, '{"sample": 2, "tok')  # a kill cut this line short
     again = make_shard(tmp_path / "p")
-    assert list(again.prepare()) == [0]
+    journal = again.prepare()
+    assert list(journal.durable) == [0] and journal.refused == {} and journal.shard_sha256 is None
     assert len(again.journal.read_text().splitlines()) == 1  # so the torn line cannot run into the next one
 
 
-def test_a_journal_line_whose_rows_changed_on_disk_is_not_taken_up(tmp_path):
-    shard = make_shard(tmp_path / "p")
-    shard.prepare()
-    fill(shard, 0)
-    with open(shard.path, "r+b") as file:
-        file.seek(shard.control("run")["tensors"]["aux"]["offset"])
-        byte = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte[0] ^ 1]))
-    assert make_shard(tmp_path / "p").prepare() == {}
+def test_the_journal_of_a_float8_shard_keeps_its_errors(tmp_path):
+    filled(tmp_path / "p", "float8_e4m3")
+    first = make_shard(tmp_path / "p", "float8_e4m3").prepare()
+    second = make_shard(tmp_path / "p", "float8_e4m3").prepare()
+    assert first == second and all(0 < entry.float8_error < 2**-3 for entry in first.durable.values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tensor"), [("float32", "states"), ("float8_e4m3", "states"), ("float8_e4m3", "scales")]
+)
+@pytest.mark.parametrize("sample", [0, 1, 2])
+def test_rows_that_changed_on_disk_are_captured_again(tmp_path, dtype, tensor, sample):
+    shard = filled(tmp_path / "p", dtype)
+    append(shard, {"shard_sha256": artifact.sha256_file(shard.path)})
+    control = shard.control("run")
+    assert make_shard(tmp_path / "p", dtype).prepare().shard_sha256 == artifact.sha256_file(shard.path)
+    last = control["samples"][sample]["row"] + LENGTHS[sample]
+    flip(shard.path, control[tensor]["offset"] + last * control[tensor]["row_bytes"] - 1)
+    journal = make_shard(tmp_path / "p", dtype).prepare()
+    assert sorted(journal.durable) == sorted({0, 1, 2} - {sample})
+    assert journal.shard_sha256 is None
+    assert "shard_sha256" not in shard.journal.read_text()  # the next server must not find it either
+
+
+@pytest.mark.parametrize("field", ["tokens", "ids_sha256", "rows_xxh3"])
+def test_a_line_that_does_not_fit_its_sample_is_not_taken_up(tmp_path, field):
+    shard = filled(tmp_path / "p")
+    lines = [json.loads(line) for line in shard.journal.read_text().splitlines()]
+    lines[1][field] = lines[0][field]
+    shard.journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert list(make_shard(tmp_path / "p").prepare().durable) == [0, 2]
+
+
+@pytest.mark.parametrize("samples", [(), (0,), (0, 1)])
+def test_a_digest_that_stands_before_all_samples_are_there_is_not_trusted(tmp_path, samples):
+    shard = filled(tmp_path / "p", samples=samples)
+    append(shard, {"shard_sha256": artifact.sha256_file(shard.path)})
+    journal = make_shard(tmp_path / "p").prepare()
+    assert list(journal.durable) == list(samples) and journal.shard_sha256 is None
+    assert "shard_sha256" not in shard.journal.read_text()
+
+
+def test_the_samples_and_the_digest_of_a_whole_journal_are_kept(tmp_path):
+    shard = filled(tmp_path / "p")
+    append(shard, {"shard_sha256": artifact.sha256_file(shard.path)})
+    for _ in range(2):
+        journal = make_shard(tmp_path / "p").prepare()
+        assert sorted(journal.durable) == [0, 1, 2] and journal.shard_sha256 == artifact.sha256_file(shard.path)
+
+
+@pytest.mark.parametrize("line", ['{"sample": 0}', '{"sample": 0, "tok', '{"tokens": 2}', '{"sample": 0, "rows": 1}'])
+def test_a_line_that_is_none_of_a_journal_is_a_value_error(line):
+    with pytest.raises(ValueError):
+        hidden.Journal().add(line)
+
+
+@pytest.mark.parametrize("line", ["null", "1", "[]", '"sample"', "true", '{"refused": "x"}', "", "\xff"])
+def test_a_line_that_is_no_record_of_a_sample_is_passed_over(tmp_path, line):
+    shard = filled(tmp_path / "p", samples=(0, 1))
+    append(shard, line + "\n")
+    fill(shard, 2, states_of(2))
+    journal = make_shard(tmp_path / "p").prepare()
+    assert list(journal.durable) == [0, 1, 2] and journal.refused == {}
+    assert len(shard.journal.read_text().splitlines()) == 3
+    with pytest.raises(ValueError):
+        hidden.Journal().add(line)
+
+
+@pytest.mark.parametrize("sample", [3, 99, -1, -3])
+def test_a_line_of_a_sample_that_the_shard_has_not_is_passed_over(tmp_path, sample):
+    shard = filled(tmp_path / "p", samples=(0, 1))
+    last = json.loads(shard.journal.read_text().splitlines()[1])
+    append(shard, {**last, "sample": sample})
+    journal = make_shard(tmp_path / "p").prepare()
+    assert list(journal.durable) == [0, 1]
+    assert [json.loads(line)["sample"] for line in shard.journal.read_text().splitlines()] == [0, 1]
+
+
+def test_a_sample_behind_the_digest_voids_it(tmp_path):
+    shard = filled(tmp_path / "p", samples=(0, 1))
+    append(shard, {"shard_sha256": "0" * 64})
+    fill(shard, 2, states_of(2))
+    journal = make_shard(tmp_path / "p").prepare()
+    assert sorted(journal.durable) == [0, 1, 2] and journal.shard_sha256 is None
+    assert "shard_sha256" not in shard.journal.read_text()
+
+
+def test_an_entry_has_what_a_reader_checks(tmp_path):
+    shard = filled(tmp_path / "p")
+    journal = shard.prepare()
+    ids = torch.tensor([20, 21, 22], dtype=torch.int32)
+    assert shard.entries(journal)[2] == {
+        "id": "s2", "held_out": False, "shard": 0, "position": 2, "tokens": 3,
+        "ids_sha256": hashlib.sha256(struct.pack("<3i", *ids)).hexdigest(),
+        "mask_xxh3": xxhash.xxh3_128(b"\1\1\1").hexdigest(),
+        "rows_xxh3": xxhash.xxh3_128(hidden.tensor_bytes(states_of(2))).hexdigest(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3"])
+def test_the_control_record_tells_where_the_rows_belong(tmp_path, dtype):
+    shard = make_shard(tmp_path / "p", dtype)
+    record = shard.control("run")
+    scaled = dtype == "float8_e4m3"
+    row_bytes = (LAYERS + 1) * WIDTH * (1 if scaled else 4)
+    assert record["states"] == {"offset": shard.layout.offsets["states"], "row_bytes": row_bytes}
+    scales = {"offset": record["states"]["offset"] + 6 * row_bytes, "row_bytes": (LAYERS + 1) * 4}
+    assert record["scales"] == (scales if scaled else None)
+    assert [(entry["row"], entry["tokens"]) for entry in record["samples"]] == [(0, 2), (2, 1), (3, 3)]
+    assert record["total_bytes"] == shard.layout.total_bytes
 
 
 @pytest.mark.parametrize("change", ["ids", "metadata", "size"])
 def test_an_unfinished_shard_of_another_capture_is_laid_out_anew(tmp_path, change):
-    shard = make_shard(tmp_path / "p")
-    shard.prepare()
-    fill(shard, 0)
+    shard = filled(tmp_path / "p", samples=(0,))
     if change == "ids":
         other = make_shard(tmp_path / "p", ids=[torch.full((n,), 7, dtype=torch.int32) for n in LENGTHS])
     elif change == "metadata":
@@ -127,14 +295,81 @@ def test_an_unfinished_shard_of_another_capture_is_laid_out_anew(tmp_path, chang
         with open(shard.path, "ab") as file:
             file.write(b"x")
         other = make_shard(tmp_path / "p")
-    assert other.prepare() == {}
-    assert not other.journal.exists()
+    assert other.prepare() == hidden.Journal()
+    assert other.journal.read_text() == ""
+    assert other.path.stat().st_size == other.layout.total_bytes
+    assert other.tensors()["states"].count_nonzero() == 0
+    assert torch.equal(other.tensors()["input_ids"], torch.cat(other.input_ids))
+
+
+def test_a_mask_that_differs_on_disk_is_laid_out_anew(tmp_path):
+    shard = filled(tmp_path / "p")
+    flip(shard.path, shard.layout.offsets["loss_mask"] + 3)
+    again = make_shard(tmp_path / "p")
+    assert again.prepare() == hidden.Journal() and again.journal.read_text() == ""
+    assert torch.equal(again.tensors()["loss_mask"], torch.cat(again.loss_mask))
+    assert again.tensors()["states"].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("step", ["posix_fallocate", "fsync", "replace"])
+def test_a_kill_during_layout_leaves_no_shard_that_could_be_taken_up(tmp_path, monkeypatch, step):
+    class Killed(BaseException):
+        pass
+
+    def kill(*arguments):
+        raise Killed
+
+    shard = make_shard(tmp_path / "p")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, kill)
+        with pytest.raises(Killed):
+            shard.prepare()
+    (left,) = (tmp_path / "p").iterdir()
+    assert left.name.startswith("shard-00000") and left.suffix == ".new"
+    left.write_bytes(b"x" * (shard.layout.total_bytes + 100))  # whatever it holds, and however much
+    assert make_shard(tmp_path / "p").prepare() == hidden.Journal()
+    assert shard.path.stat().st_size == shard.layout.total_bytes and not left.exists()
+    assert torch.equal(shard.tensors()["loss_mask"], torch.cat(shard.loss_mask))
+    assert torch.equal(shard.tensors()["input_ids"], torch.cat(shard.input_ids))
+
+
+def test_a_kill_while_a_shard_is_laid_out_anew_leaves_nothing_of_the_old_one_durable(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def kill(*arguments):
+        raise Killed
+
+    other_ids = [torch.full((n,), 7, dtype=torch.int32) for n in LENGTHS]
+    filled(tmp_path / "p")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", kill)
+        with pytest.raises(Killed):
+            make_shard(tmp_path / "p", ids=other_ids).prepare()
+    assert make_shard(tmp_path / "p", ids=other_ids).prepare() == hidden.Journal()
+
+
+def test_a_layout_is_a_new_file_so_that_late_rows_of_an_old_server_cannot_reach_it(tmp_path):
+    shard = filled(tmp_path / "p")
+    with open(shard.path, "r+b") as late:
+        other = make_shard(tmp_path / "p", metadata={"layers": [1, 3]})
+        other.prepare()
+        late.seek(shard.layout.offsets["states"])
+        late.write(b"x" * 16)
+    assert other.tensors()["states"].count_nonzero() == 0
+
+
+def test_no_room_for_a_shard_shows_before_anything_is_captured(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        make_shard(tmp_path / "p").prepare()
 
 
 def test_a_shard_cut_short_is_refused_by_name_and_command(tmp_path):
-    shard = make_shard(tmp_path / "p")
-    shard.prepare()
-    manifest = publish(shard, tmp_path)
+    manifest = publish(filled(tmp_path / "p"), tmp_path)
     path = manifest.with_suffix("") / "shard-00000.safetensors"
     with open(path, "r+b") as file:
         file.truncate(path.stat().st_size - 10)
@@ -142,16 +377,81 @@ def test_a_shard_cut_short_is_refused_by_name_and_command(tmp_path):
         hidden.open_chunk(manifest)
 
 
-def test_a_byte_flipped_in_a_shard_is_refused(tmp_path):
-    shard = make_shard(tmp_path / "p")
-    shard.prepare()
-    manifest = publish(shard, tmp_path)
-    path = manifest.with_suffix("") / "shard-00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-30] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(ArtifactError, match="changed since it was captured"):
+def test_a_missing_shard_is_refused_by_name_and_command(tmp_path):
+    manifest = publish(filled(tmp_path / "p"), tmp_path)
+    (manifest.with_suffix("") / "shard-00000.safetensors").unlink()
+    with pytest.raises(ArtifactError, match=r"shard-00000\.safetensors: missing.*hidden/00000\.json\.sha256"):
         hidden.open_chunk(manifest)
+
+
+@pytest.mark.parametrize("found", [1, 3, None])
+def test_a_chunk_of_another_format_is_refused(tmp_path, found):
+    manifest = publish(filled(tmp_path / "p"), tmp_path)
+    record = json.loads(manifest.read_text())
+    record["metadata"]["format"] = found
+    artifact.write_json(manifest, record)
+    with pytest.raises(ArtifactError, match=f"format {found}, this Aerie reads {hidden.FORMAT}; make it anew with"):
+        hidden.open_chunk(manifest)
+
+
+@pytest.mark.parametrize("sample", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "tensor", "bytes_of_a_token"),
+    [
+        ("float32", "states", (LAYERS + 1) * WIDTH * 4),
+        ("float8_e4m3", "states", (LAYERS + 1) * WIDTH),
+        ("float8_e4m3", "scales", (LAYERS + 1) * 4),
+        ("float32", "loss_mask", 1),
+        ("float32", "input_ids", 4),
+    ],
+)
+@pytest.mark.parametrize("last", [False, True], ids=["first byte", "last byte"])
+def test_a_flipped_byte_is_refused_at_the_first_read_of_its_sample(
+    tmp_path, dtype, tensor, bytes_of_a_token, sample, last
+):
+    shard = filled(tmp_path / "p", dtype)
+    manifest = publish(shard, tmp_path)
+    token = shard.starts[sample + 1] if last else shard.starts[sample]
+    path = manifest.with_suffix("") / "shard-00000.safetensors"
+    flip(path, shard.layout.offsets[tensor] + token * bytes_of_a_token - last)
+    chunk = hidden.open_chunk(manifest)  # opening reads no sample
+    for number in range(3):
+        if number == sample:
+            message = rf"{path}: sample s{number} changed since it was captured.*hidden/00000\.json\.sha256"
+            for _ in range(2):  # it is not taken for checked afterwards
+                with pytest.raises(ArtifactError, match=message):
+                    chunk.sample(number)
+        else:
+            chunk.sample(number)
+
+
+def test_a_flipped_byte_in_the_sample_starts_is_refused(tmp_path):
+    shard = filled(tmp_path / "p")
+    manifest = publish(shard, tmp_path)
+    flip(manifest.with_suffix("") / "shard-00000.safetensors", shard.layout.offsets["cu_seqlens"] + 8)  # 2 → 3
+    chunk = hidden.open_chunk(manifest)
+    for number in (0, 1):
+        with pytest.raises(ArtifactError, match=f"sample s{number} changed since it was captured"):
+            chunk.sample(number)
+    assert torch.equal(chunk.sample(2).states, states_of(2))
+
+
+def test_a_torn_header_is_refused_by_name_and_command(tmp_path):
+    manifest = publish(filled(tmp_path / "p"), tmp_path)
+    path = manifest.with_suffix("") / "shard-00000.safetensors"
+    flip(path, 8)  # the brace
+    with pytest.raises(ArtifactError, match=r"not a readable shard.*hidden/00000\.json\.sha256"):
+        hidden.open_chunk(manifest).sample(0)
+
+
+def test_a_sample_is_checked_once(tmp_path, monkeypatch):
+    chunk = hidden.open_chunk(publish(filled(tmp_path / "p"), tmp_path))
+    calls, original = [], hidden.checksum
+    monkeypatch.setattr(hidden, "checksum", lambda *tensors: (calls.append(1), original(*tensors))[1])
+    chunk.sample(1)
+    assert len(calls) == 2  # its mask and its rows
+    chunk.sample(1)
+    assert len(calls) == 2
 
 
 def test_chunks_of_different_captures_are_refused_with_every_difference(tmp_path):
@@ -168,7 +468,7 @@ def test_chunks_of_different_captures_are_refused_with_every_difference(tmp_path
 
 
 def test_samples_are_never_split_over_shards():
-    assert hidden.split_into_shards([3, 3, 10, 1, 1], token_bytes=10, shard_bytes=60) == [[0, 1], [2], [3, 4]]
+    assert hidden.split_into_shards([3, 3, 10, 1, 1], bytes_per_token=10, shard_bytes=60) == [[0, 1], [2], [3, 4]]
 
 
 @pytest.mark.parametrize(

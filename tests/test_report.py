@@ -18,7 +18,7 @@ from aerie.report import Gate, ReportError
 
 VOID = {"meta", "br", "path", "use", "rect"}
 IDENTITY = {
-    "format": 1, "layers": [2, 15, 27], "final": "post_norm", "dtype": "bfloat16", "hidden_size": 576,
+    "format": 1, "layers": [2, 15, 27], "final": "post_norm", "dtype": "bfloat16", "computed_dtype": "bfloat16", "hidden_size": 576,
     "target_digest": "7a" * 32, "tokenizer_digest": "7b" * 32, "template_digest": "7c" * 32,
     "sglang_version": "0.5.20", "patch_digest": "9d" * 32,
 }  # fmt: skip
@@ -114,7 +114,7 @@ def build_run(results, round_steps=3.2, tokens_per_round=1.9, prompts=None, chun
                     {"id": i, "held_out": True, "tokens": 100, "shard": 0, "position": p} for p, i in enumerate(ids)
                 ],
                 "gates": {
-                    "finite": gate(0, 0),
+                    "repeatable": gate(0, 0),
                     "logprob_difference": gate(0.03 + 0.01 * number, 0.25),
                     "greedy_agreement": gate(0.998 - 0.001 * number, 0.97, rows=2048),
                 },
@@ -331,7 +331,7 @@ def test_every_gate_of_every_stage_is_in_the_table_and_counted(slow_page):
     assert slow_page.row("export", report.GATE_WORDS["logits"][0])[2:] == ["0.004", "≤ 0.05", "✓ passed"]
     assert slow_page.row("arm eagle3", "speculative algorithm the server reports")[2:4] == ["EAGLE3", "= EAGLE3"]
     assert slow_page.row("image", report.GATE_WORDS["contract"][0])[2:] == ["0", "≤ 0", "✓ passed"]
-    assert slow_page.row("00001")[4:] == ["0", "99.7 %", "0.04", "✓ passed"]
+    assert slow_page.row("00001")[4:] == ["99.7 %", "0.04", "0", "✓ passed"]
 
 
 def test_a_failed_gate_stands_out_with_its_artifact_and_detail(tmp_path):
@@ -349,9 +349,9 @@ def test_a_failed_gate_stands_out_with_its_artifact_and_detail(tmp_path):
 
 def test_of_several_chunks_the_failed_one_is_shown_though_another_value_is_larger():
     gates = [
-        Gate("capture", "hidden/00000.json", "finite", -1, 0, False),
-        Gate("capture", "hidden/00001.json", "finite", 0, 0, True),
-        Gate("capture", "hidden/00002.json", "finite", 0, 0, True),
+        Gate("capture", "hidden/00000.json", "repeatable", -1, 0, False),
+        Gate("capture", "hidden/00001.json", "repeatable", 0, 0, True),
+        Gate("capture", "hidden/00002.json", "repeatable", 0, 0, True),
         Gate("capture", "hidden/00000.json", "greedy_agreement", 0.99, 0.97, True),
         Gate("capture", "hidden/00001.json", "greedy_agreement", 0.98, 0.97, True),
     ]

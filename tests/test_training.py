@@ -102,7 +102,8 @@ def test_a_batch_without_valid_rows_has_a_zero_loss_that_reaches_every_parameter
 
 def test_a_nan_in_one_state_makes_the_loss_nan():
     module, teacher = random_drafter()
-    broken = replace(SAMPLES[0], final=SAMPLES[0].final.clone().fill_(math.nan))
+    broken = replace(SAMPLES[0], states=SAMPLES[0].states.clone())
+    broken.final.fill_(math.nan)
     assert math.isnan(gradients(module, teacher, [broken])[0].loss.item())
 
 

@@ -13,6 +13,7 @@ Reading order; each module may import only those above it:
     conversations  the target's answers, turn by turn, with the ids it used
     tokens         conversations as token ids and a loss mask
     hidden         the captured states of one chunk: byte format, writer, reader
+    convert        the same in the formats of other trainers
     vocab          the draft vocabulary
     drafter        the EAGLE-3 module
     training       its batches, teacher and loss

@@ -25,6 +25,10 @@ LIBRARY = Path("scripts", "aerie")
 SERVER_PLUGINS = "aerie_capture,aerie_cpu_kernels"  # entry points SGLang may load; a missing one is no error
 
 
+# Formats of scripts/convert_hidden.py, and the final state each needs.
+EXPORT_FINAL = {"speculators_v1": "pre_norm", "speculators": "pre_norm", "specforge": "post_norm"}
+
+
 class ConfigError(ValueError):
     """A configuration that cannot run; one line per defect."""
 
@@ -76,6 +80,11 @@ def _meaning_defects(config: dict[str, Any]) -> Iterator[str]:
             f"hidden.layers: {layers}: allowed: ascending HF indices from 1 to {count - 1} "
             f"(target.num_hidden_layers: {count}), or auto"
         )
+    stored, computed = config["hidden"]["state_dtype"], config["server"]["dtype"]
+    if stored not in (computed, "float8_e4m3"):
+        yield f"hidden.state_dtype: {stored}: allowed: server.dtype: {computed}, or float8_e4m3"
+    if computed == "float16":
+        yield "server.dtype: float16: allowed: bfloat16 or float32, the dtypes whose states can be captured"
     needs = {
         ("target", "pypi"): ("version", "sha256", "member"),
         ("target", "hub"): ("version",),
@@ -203,6 +212,17 @@ def drafter_inputs(config: dict[str, Any], arm: str) -> list[str]:
         f"{results}/drafter/export/config.json.sha256",
         f"{results}/drafter/check.json.sha256",
     ]
+
+
+def export_inputs(config: dict[str, Any], name: str) -> list[str]:
+    """Return the sidecars of all chunks for a conversion into format `name`.
+
+    Raises ConfigError where it would be refused anyway, before hours of capture go into it.
+    """
+    final = config["hidden"]["final"]
+    if final != EXPORT_FINAL[name]:
+        raise ConfigError(f"hidden.final: {final}: allowed: {EXPORT_FINAL[name]} for a conversion to {name}")
+    return [f"{config['results_dir']}/hidden/{chunk}.json.sha256" for chunk in chunk_ids(config)]
 
 
 def speculation_flags(config: dict[str, Any], arm: str) -> str:

@@ -558,8 +558,8 @@ def first_step_logits(
         held_out=True,
         input_ids=torch.cat((input_ids[:1], input_ids)),  # (T+1,); the first one is read by nobody
         loss_mask=torch.zeros(T + 1, dtype=torch.uint8),
-        aux=torch.cat((aux.float(), torch.zeros(1, aux.shape[1]))).unflatten(1, (-1, D)),  # (T+1, K, D)
-        final=torch.zeros(T + 1, D),
+        # (T, K*D) -> (T+1, K+1, D): a row and a final state of zeros, which no step reads
+        states=torch.nn.functional.pad(aux.float().unflatten(1, (-1, D)), (0, 0, 0, 1, 0, 1)),
     )
     (h,) = drafter.unroll(pack([sample], torch.float32), [torch.tensor([T - 1])])
     return drafter.logits(h)[0]

@@ -10,40 +10,51 @@ A shard is a plain safetensors file:
 
     8 bytes              length of the header, little-endian unsigned
     header               JSON, padded with spaces so that the data begin at a multiple of 4,096 bytes
-    cu_seqlens  int64    [N+1]      first row of each sample, last element T
-    input_ids   int32    [T]
-    aux         bf16|f32 [T, K, D]  layers ascending
-    final       bf16|f32 [T, D]     lm_head input (`post_norm`) or the final norm's input (`pre_norm`)
-    loss_mask   uint8    [T]        1 where the assistant produced the token
+    cu_seqlens  int64             [N+1]        first row of each sample, last element T
+    input_ids   int32             [T]
+    states      bf16|f32|f8_e4m3  [T, K+1, D]  the layers ascending, then `final`: the lm_head input
+                                               (`post_norm`) or the final norm's input (`pre_norm`)
+    scales      float32           [T, K+1]     f8_e4m3 only: a state is states * scales
+    loss_mask   uint8             [T]          1 where the assistant produced the token
 
 in this order without gaps. `__metadata__["aerie"]` is canonical JSON with everything a reader relies on.
+One tensor for all states, because a token then lies in one place: one write, one checksum, and the sha256 of
+the file can be taken in the order of its bytes while it is written.
+
 The small tensors are written when the shard is laid out, the states by the server at their final
 offsets; a journal beside the shard has one line per sample whose rows are durable. A reader of a
 published shard never sees the journal.
+
+The manifest has checksums of every sample (sha256 of its ids, xxh3 of its rows and of its mask), so that a
+reader can check what it reads, at the speed of memory, without hashing whole shards first.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from aerie import artifact
 from aerie.artifact import ArtifactError
 
-FORMAT = 1
+FORMAT = 2
 ALIGNMENT_BYTES = 4096  # start of the data: a page, so that direct I/O and mmap stay possible
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-SAFETENSORS_NAMES = {"bfloat16": "BF16", "float32": "F32"}
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+FLOAT8 = "float8_e4m3"
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, FLOAT8: torch.float8_e4m3fn}
+SAFETENSORS_NAMES = {"bfloat16": "BF16", "float32": "F32", FLOAT8: "F8_E4M3"}
+SCALE_BYTES = 4  # float32
 
 # What must be equal in all chunks that train one drafter.
 IDENTITY = (
@@ -51,6 +62,7 @@ IDENTITY = (
     "layers",
     "final",
     "dtype",
+    "computed_dtype",
     "hidden_size",
     "target_digest",
     "tokenizer_digest",
@@ -68,6 +80,23 @@ def ids_sha256(input_ids: torch.Tensor) -> str:
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """Return a tensor's bytes; numpy knows no bfloat16, so the view goes through uint8."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def checksum(*tensors: torch.Tensor) -> str:
+    """Return the xxh3 (128 bits, hex) of the tensors' bytes, one after the other.
+
+    It finds faults, not forgery: the manifest that holds it is itself under sha256.
+    """
+    digest = xxhash.xxh3_128()
+    for tensor in tensors:
+        digest.update(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def token_bytes(layers: int, width: int, dtype: str) -> int:
+    """Return the bytes that the states of one token take: K+1 tensors of D values, and their scales."""
+    scales = (layers + 1) * SCALE_BYTES if dtype == FLOAT8 else 0
+    return (layers + 1) * width * DTYPES[dtype].itemsize + scales
 
 
 def resolve_layers(layers: Sequence[int] | str, num_hidden_layers: int) -> list[int]:
@@ -97,8 +126,17 @@ class Sample:
     held_out: bool
     input_ids: torch.Tensor  # int32 [T]
     loss_mask: torch.Tensor  # uint8 [T]
-    aux: torch.Tensor  # [T, K, D]
-    final: torch.Tensor  # [T, D]
+    states: torch.Tensor  # [T, K+1, D]: the layers ascending, then the final state
+
+    @property
+    def aux(self) -> torch.Tensor:
+        """The captured layers, a view [T, K, D]."""
+        return self.states[:, :-1]  # (T, K, D)
+
+    @property
+    def final(self) -> torch.Tensor:
+        """The final state, a view [T, D]."""
+        return self.states[:, -1]  # (T, D)
 
 
 @dataclass(frozen=True)
@@ -112,16 +150,17 @@ class Layout:
 
 def layout(lengths: Sequence[int], layers: int, width: int, dtype: str, metadata: dict[str, Any]) -> Layout:
     """Return the layout of a shard with samples of `lengths` tokens. See the module docstring."""
-    tokens = sum(lengths)
-    item = ITEM_BYTES[dtype]
-    state = SAFETENSORS_NAMES[dtype]
+    tokens, tensors = sum(lengths), layers + 1
+    states = tokens * tensors * width * DTYPES[dtype].itemsize
     fields = [  # name, dtype, shape, bytes
         ("cu_seqlens", "I64", [len(lengths) + 1], 8 * (len(lengths) + 1)),
         ("input_ids", "I32", [tokens], 4 * tokens),
-        ("aux", state, [tokens, layers, width], item * tokens * layers * width),
-        ("final", state, [tokens, width], item * tokens * width),
+        ("states", SAFETENSORS_NAMES[dtype], [tokens, tensors, width], states),
+        ("scales", "F32", [tokens, tensors], SCALE_BYTES * tokens * tensors),
         ("loss_mask", "U8", [tokens], tokens),
     ]
+    if dtype != FLOAT8:
+        fields = [entry for entry in fields if entry[0] != "scales"]
     header: dict[str, Any] = {"__metadata__": artifact.metadata_entry(metadata)}
     relative, position = {}, 0
     for name, kind, shape, size in fields:
@@ -138,7 +177,7 @@ def layout(lengths: Sequence[int], layers: int, width: int, dtype: str, metadata
     )
 
 
-def split_into_shards(lengths: Sequence[int], token_bytes: int, shard_bytes: int) -> list[list[int]]:
+def split_into_shards(lengths: Sequence[int], bytes_per_token: int, shard_bytes: int) -> list[list[int]]:
     """Return the sample numbers of each shard: whole samples, in order, at most `shard_bytes` of states.
 
     A sample larger than `shard_bytes` gets a shard of its own.
@@ -146,7 +185,7 @@ def split_into_shards(lengths: Sequence[int], token_bytes: int, shard_bytes: int
     shards: list[list[int]] = []
     used = 0
     for number, length in enumerate(lengths):
-        size = length * token_bytes
+        size = length * bytes_per_token
         if not shards or used + size > shard_bytes:
             shards.append([])
             used = 0
@@ -161,21 +200,44 @@ def shard_name(number: int) -> str:
 
 
 @dataclass(frozen=True)
-class JournalLine:
-    """One durable sample of an unfinished shard; digests are sha256 in hex."""
+class Durable:
+    """One durable sample of an unfinished shard, as the server's journal has it."""
 
     sample: int
     tokens: int
     ids_sha256: str
-    rows_sha256: str
+    rows_xxh3: str
+    float8_error: float | None = None  # largest |x - stored| / |x| of a row of one tensor
+
+
+@dataclass
+class Journal:
+    """What the journal of a shard says: durable samples, refused ones, and the sha256 of the whole file."""
+
+    durable: dict[int, Durable] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    shard_sha256: str | None = None
+
+    def add(self, line: str) -> None:
+        """Take one line; ValueError for one that a kill cut short."""
+        entry = json.loads(line)
+        if not isinstance(entry, dict) or not entry.keys() & {"shard_sha256", "sample"}:
+            raise ValueError(f"not a line of a journal: {line!r}")
+        if "shard_sha256" in entry:
+            self.shard_sha256 = entry["shard_sha256"]
+        elif "refused" in entry:
+            self.refused[entry["sample"]] = entry["refused"]
+        else:
+            try:
+                self.durable[entry["sample"]] = Durable(**entry)
+            except TypeError as error:
+                raise ValueError(f"not a line of a journal: {line!r}") from error
+            self.shard_sha256 = None  # the digest of the file is the last line, or of another state of it
 
 
 @dataclass
 class PartialShard:
-    """A shard being filled: `<folder>/shard-{j}.safetensors`, its control file and its journal.
-
-    All three live in the chunk's unfinished folder until `finish` has hashed the shard.
-    """
+    """A shard being filled: `<folder>/shard-{j}.safetensors`, its control file and its journal."""
 
     folder: Path
     number: int
@@ -187,11 +249,11 @@ class PartialShard:
     width: int
     dtype: str
     metadata: dict[str, Any]
-    _layout: Layout = field(init=False)
 
     def __post_init__(self) -> None:
-        self._layout = layout(self.lengths, self.layers, self.width, self.dtype, self.metadata)
+        self.layout = layout(self.lengths, self.layers, self.width, self.dtype, self.metadata)
         self.digests = [ids_sha256(ids) for ids in self.input_ids]
+        self.starts = [0, *itertools.accumulate(self.lengths)]
 
     @property
     def path(self) -> Path:
@@ -201,110 +263,138 @@ class PartialShard:
     def journal(self) -> Path:
         return self.folder / f"{self.number:05d}.journal.jsonl"
 
-    def row_of(self, position: int) -> int:
-        """Return the first row of the shard's sample number `position`."""
-        return sum(self.lengths[:position])
-
-    def prepare(self) -> dict[int, JournalLine]:
+    def prepare(self) -> Journal:
         """Lay the file out, or take up one with the same header; return what is already durable.
 
         A file of another layout (another layer list, other tokens) is laid out anew; nothing of it could
-        be kept. Raises OSError where the disk has no room for the whole shard (posix_fallocate).
+        be kept. Rows that do not hash to their line are captured again. Raises OSError where the disk has
+        no room for the whole shard (posix_fallocate).
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._has_same_header():
+        if not self._has_same_head():
             self.journal.unlink(missing_ok=True)
             self._lay_out()
-        durable = self._read_journal()
-        if durable:
-            self._rewrite_journal(durable)  # a torn last line must not run into the next one
-        return durable
+        journal = self._read_journal()
+        lines = [{key: value for key, value in asdict(entry).items() if value is not None}
+                 for _, entry in sorted(journal.durable.items())]  # fmt: skip
+        if journal.shard_sha256:
+            lines.append({"shard_sha256": journal.shard_sha256})
+        self._write_journal(lines)  # without torn and refused lines
+        return journal
 
-    def _has_same_header(self) -> bool:
-        if not self.path.is_file() or self.path.stat().st_size != self._layout.total_bytes:
+    def _head(self) -> bytes:
+        """What precedes the states."""
+        starts = torch.tensor(self.starts, dtype=torch.int64)
+        return self.layout.header + tensor_bytes(starts) + tensor_bytes(torch.cat(self.input_ids))
+
+    def _has_same_head(self) -> bool:
+        if not self.path.is_file() or self.path.stat().st_size != self.layout.total_bytes:
             return False
+        head, mask = self._head(), tensor_bytes(torch.cat(self.loss_mask))
         with open(self.path, "rb") as file:
-            if file.read(len(self._layout.header)) != self._layout.header:
+            if file.read(len(head)) != head:
                 return False
-            file.seek(self._layout.offsets["input_ids"])
-            ids = torch.cat(self.input_ids)
-            return file.read(4 * len(ids)) == tensor_bytes(ids)
+            file.seek(self.layout.offsets["loss_mask"])
+            return file.read(len(mask)) == mask
 
     def _lay_out(self) -> None:
-        starts = [0]
-        for length in self.lengths:
-            starts.append(starts[-1] + length)
-        with open(self.path, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, self._layout.total_bytes)
-            file.write(self._layout.header)
-            for name, tensor in (
-                ("cu_seqlens", torch.tensor(starts, dtype=torch.int64)),
-                ("input_ids", torch.cat(self.input_ids)),
-                ("loss_mask", torch.cat(self.loss_mask)),
-            ):
-                file.seek(self._layout.offsets[name])
-                file.write(tensor_bytes(tensor))
+        # A new file under a new name: a server that still writes into an old one of this name does no harm.
+        temporary = self.path.with_suffix(".new")
+        with open(temporary, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, self.layout.total_bytes)
+            file.write(self._head())
+            file.seek(self.layout.offsets["loss_mask"])
+            file.write(tensor_bytes(torch.cat(self.loss_mask)))
             file.flush()
             os.fsync(file.fileno())
+        os.replace(temporary, self.path)
         artifact.fsync_folder(self.folder)
 
-    def _read_journal(self) -> dict[int, JournalLine]:
+    def _read_journal(self) -> Journal:
+        journal = Journal()
         if not self.journal.is_file():
-            return {}
-        durable = {}
+            return journal
         for line in self.journal.read_text(errors="replace").splitlines():
             try:
-                entry = JournalLine(**json.loads(line))
-            except (json.JSONDecodeError, TypeError):
+                journal.add(line)
+            except ValueError:
                 continue  # the line a kill cut short: its sample is captured again
-            if entry.tokens == self.lengths[entry.sample] and entry.ids_sha256 == self.digests[entry.sample]:
-                durable[entry.sample] = entry
-        return {number: entry for number, entry in durable.items() if self.rows_sha256(number) == entry.rows_sha256}
+        journal.refused.clear()  # of an earlier run: those samples are asked for again
+        tensors = self.tensors() if journal.durable else {}
+        journal.durable = {
+            position: entry
+            for position, entry in journal.durable.items()
+            if position in range(len(self.lengths))
+            and entry.tokens == self.lengths[position]
+            and entry.ids_sha256 == self.digests[position]
+            and entry.rows_xxh3 == checksum(*rows_of(tensors, self.starts[position], self.starts[position + 1]))
+        }
+        if len(journal.durable) < len(self.lengths):
+            journal.shard_sha256 = None
+        return journal
 
-    def _rewrite_journal(self, durable: dict[int, JournalLine]) -> None:
+    def _write_journal(self, lines: list[dict[str, Any]]) -> None:
         temporary = self.journal.with_suffix(".new")
         with open(temporary, "w") as file:
-            for number in sorted(durable):
-                file.write(artifact.canonical_json(asdict(durable[number])) + "\n")
+            file.writelines(artifact.canonical_json(line) + "\n" for line in lines)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.journal)
+        artifact.fsync_folder(self.folder)
 
-    def rows_sha256(self, position: int) -> str:
-        """Return the sha256 of a sample's rows in the file: the aux bytes, then the final bytes."""
-        digest = hashlib.sha256()
-        row, length = self.row_of(position), self.lengths[position]
-        with open(self.path, "rb") as file:
-            for name, row_bytes in self.row_bytes().items():
-                file.seek(self._layout.offsets[name] + row * row_bytes)
-                digest.update(file.read(length * row_bytes))
-        return digest.hexdigest()
-
-    def row_bytes(self) -> dict[str, int]:
-        """Return the bytes of one row of `aux` and of `final`."""
-        item = ITEM_BYTES[self.dtype]
-        return {"aux": self.layers * self.width * item, "final": self.width * item}
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the file as it is now, memory-mapped."""
+        with safe_open(self.path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
     def control(self, run: str) -> dict[str, Any]:
         """Return the control record that tells the server where each sample's rows belong."""
+        tensors = self.layers + 1
+        row_bytes = {"states": tensors * self.width * DTYPES[self.dtype].itemsize, "scales": tensors * SCALE_BYTES}
+        spans = {name: {"offset": self.layout.offsets[name], "row_bytes": size}
+                 for name, size in row_bytes.items() if name in self.layout.offsets}  # fmt: skip
         return {
             "run": run,
             "path": str(self.path.resolve()),
             "journal": str(self.journal.resolve()),
             "dtype": self.dtype,
-            "tensors": {
-                name: {"offset": self._layout.offsets[name], "row_bytes": row_bytes}
-                for name, row_bytes in self.row_bytes().items()
-            },
+            "total_bytes": self.layout.total_bytes,
+            "states": spans["states"],
+            "scales": spans.get("scales"),
             "samples": [
-                {"row": self.row_of(position), "tokens": length, "sha256": self.digests[position]}
-                for position, length in enumerate(self.lengths)
+                {"row": row, "tokens": length, "sha256": digest}
+                for row, length, digest in zip(self.starts, self.lengths, self.digests, strict=False)
             ],
         }
 
-    def durable(self) -> dict[int, JournalLine]:
-        """Return the samples whose rows are durable and hash to what the journal says."""
-        return self._read_journal()
+    def entries(self, journal: Journal) -> list[dict[str, Any]]:
+        """Return the manifest's record of each sample, in the order of the shard."""
+        return [
+            {
+                "id": self.metadata["ids"][position],
+                "held_out": self.metadata["held_out"][position],
+                "shard": self.number,
+                "position": position,
+                "tokens": self.lengths[position],
+                "ids_sha256": entry.ids_sha256,
+                "mask_xxh3": checksum(self.loss_mask[position]),
+                "rows_xxh3": entry.rows_xxh3,
+                **({} if entry.float8_error is None else {"float8_error": entry.float8_error}),
+            }
+            for position, entry in sorted(journal.durable.items())
+        ]
+
+
+def rows_of(tensors: dict[str, torch.Tensor], start: int, stop: int) -> list[torch.Tensor]:
+    """Return rows start..stop of what is checked as one: states, and scales where there are some."""
+    return [tensors[name][start:stop] for name in ("states", "scales") if name in tensors]
+
+
+def restored(states: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return states [T, K+1, D] in the dtype they were computed in; without scales they are returned as they are."""
+    if scales is None:
+        return states
+    return (states.to(torch.float32) * scales[..., None]).to(dtype)  # (T, K+1, D)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -351,60 +441,82 @@ def greedy_agreement(logits: torch.Tensor, next_ids: torch.Tensor) -> int:
 
 
 class Shard:
-    """One shard, memory-mapped."""
+    """One published shard, memory-mapped when its first sample is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its tensors by name, as views into the mapped file."""
         try:
-            with safe_open(path, framework="pt") as file:
-                self.metadata = json.loads(file.metadata()["aerie"])
-                self.tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, KeyError, json.JSONDecodeError) as error:
+            with safe_open(self.path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
             raise ArtifactError(
-                f"{path}: not a readable shard ({error}); make it anew with: {artifact.rebuild_command(path)}"
+                f"{self.path}: not a readable shard ({error}); make it anew with: {artifact.rebuild_command(self.path)}"
             ) from error
-        self.starts = self.tensors["cu_seqlens"].tolist()
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """First row of each sample, and the number of rows."""
+        return self.tensors["cu_seqlens"].tolist()
 
 
 class Chunk:
-    """All samples of one chunk in their order; see `open_chunk`."""
+    """All samples of one chunk in their order; see `open_chunk`. Nothing is read before a sample is asked for."""
 
     def __init__(self, manifest: dict[str, Any], shards: list[Shard]) -> None:
         self.manifest = manifest
         self.metadata: dict[str, Any] = manifest["metadata"]
         self._shards = shards
+        self._checked: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.manifest["samples"])
 
     def sample(self, number: int) -> Sample:
-        """Return sample `number` as views into the mapped file (nothing is copied)."""
+        """Return sample `number` as views into the mapped file (float8 states are restored into memory).
+
+        Its bytes are checked when it is read for the first time; ArtifactError where they are not the
+        captured ones.
+        """
         entry = self.manifest["samples"][number]
         shard = self._shards[entry["shard"]]
-        rows = slice(shard.starts[entry["position"]], shard.starts[entry["position"] + 1])
-        return Sample(
-            id=entry["id"],
-            held_out=entry["held_out"],
-            input_ids=shard.tensors["input_ids"][rows],
-            loss_mask=shard.tensors["loss_mask"][rows],
-            aux=shard.tensors["aux"][rows],
-            final=shard.tensors["final"][rows],
-        )
+        begin, end = shard.starts[entry["position"] : entry["position"] + 2]
+        rows = rows_of(shard.tensors, begin, end)
+        ids, mask = shard.tensors["input_ids"][begin:end], shard.tensors["loss_mask"][begin:end]
+        if number not in self._checked:
+            found = (end - begin, ids_sha256(ids), checksum(mask), checksum(*rows))
+            expected = tuple(entry[key] for key in ("tokens", "ids_sha256", "mask_xxh3", "rows_xxh3"))
+            if found != expected:
+                raise ArtifactError(
+                    f"{shard.path}: sample {entry['id']} changed since it was captured: expected {expected}, found "
+                    f"{found}; make it anew with: {artifact.rebuild_command(shard.path)}"
+                )
+            self._checked.add(number)
+        scales = rows[1] if len(rows) > 1 else None
+        states = restored(rows[0], scales, DTYPES[self.metadata["computed_dtype"]])  # (T, K+1, D)
+        return Sample(entry["id"], entry["held_out"], ids, mask, states)
 
     def __iter__(self) -> Iterator[Sample]:
         return (self.sample(number) for number in range(len(self)))
 
 
-def open_chunk(manifest_path: Path | str, verify: bool = True) -> Chunk:
-    """Open `hidden/{chunk}.json` with its shards after checking every digest.
+def open_chunk(manifest_path: Path | str) -> Chunk:
+    """Open `hidden/{chunk}.json` after checking its digest and the sizes of its shards.
 
-    `verify=False` skips hashing the shards (their sizes are still compared): for a reader that has
-    already checked them in the same job. Raises ArtifactError naming every defect at once.
+    The samples are checked one by one as they are read. Raises ArtifactError naming every defect at once.
     """
     manifest_path = Path(manifest_path)
     manifest = artifact.read_json(manifest_path)
     folder = manifest_path.with_suffix("")
     defects, shards = [], []
+    if manifest["metadata"].get("format") != FORMAT:
+        raise ArtifactError(
+            f"{manifest_path}: format {manifest['metadata'].get('format')}, this Aerie reads {FORMAT}; "
+            f"make it anew with: {artifact.rebuild_command(manifest_path)}"
+        )
     for entry in manifest["shards"]:
         path = folder / entry["name"]
         rebuild = artifact.rebuild_command(path)
@@ -415,13 +527,7 @@ def open_chunk(manifest_path: Path | str, verify: bool = True) -> Chunk:
                 f"{path}: cut short or grown: expected {entry['bytes']:,} bytes, "
                 f"found {path.stat().st_size:,}; make it anew with: {rebuild}"
             )
-        elif verify and (found := artifact.sha256_file(path)) != entry["sha256"]:
-            defects.append(
-                f"{path}: changed since it was captured: expected sha256 {entry['sha256']}, found {found}; "
-                f"make it anew with: {rebuild}"
-            )
-        else:
-            shards.append(Shard(path))
+        shards.append(Shard(path))
     if defects:
         raise ArtifactError("\n".join(defects))
     return Chunk(manifest, shards)

@@ -340,7 +340,7 @@ def _plain(value: Any) -> str:
 # What a gate's name means in words, the side of its limit, and its unit. A name that is not listed is shown as it is.
 GATE_WORDS: dict[str, tuple[str, str, Callable[[Any], str]]] = {
     "contract": ("drifted places in SGLang that the capture patch hooks into (the build’s contract test)", "≤", _plain),
-    "finite": ("captured values that are not finite", "≤", _plain),
+    "repeatable": ("largest difference of states captured twice", "≤", _plain),
     "logprob_difference": (
         "captured final state through lm_head, against the server’s own top log-probabilities: largest difference, nats",
         "≤",

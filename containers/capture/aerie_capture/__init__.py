@@ -1,7 +1,7 @@
 """SGLang plugin of Aerie: prefill forward → rows of a shard file, a journal line, a reply ticket.
 
-Reading order: `protocol` (files and request ids, standard library only), `writer` (host tensors →
-durable rows), `hooks` (SGLang → writer), `probe` (export check), `contract` (does this SGLang still
+Reading order: `protocol` (files and request ids, standard library only), `hooks` (SGLang →
+writer), `writer` (device tensors → slabs of `memory` → lanes), `lane` (slabs → durable rows), `probe` (export check), `contract` (does this SGLang still
 have what the hooks need: `python -m aerie_capture.contract`).
 
 The entry point group `sglang.srt.plugins` calls `activate()` in the launcher and in every

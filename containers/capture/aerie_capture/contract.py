@@ -206,19 +206,13 @@ def check_plugin_loader(source: Source) -> Iterator[Drift]:
 
 
 def check_ticket_path(source: Source) -> Iterator[Drift]:
-    """customized_info → result processor (which calls .copy()) → streamer → meta_info."""
+    """customized_info → result processor → streamer → meta_info."""
     fields = _class_fields(source.definition(LOGITS, "LogitsProcessorOutput"))
     if "customized_info" not in fields:
         yield Drift(f"{LOGITS} LogitsProcessorOutput.customized_info", "absent", "a field")
     name = "_maybe_collect_customized_info"
-    found = _find_function(source.tree(RESULTS), name)
-    if found is None:
+    if _find_function(source.tree(RESULTS), name) is None:
         yield Drift(f"{RESULTS} {name}", "absent", "a method")
-    elif not any(
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "copy"
-        for node in ast.walk(found)
-    ):
-        yield Drift(f"{RESULTS} {name}", "no .copy() call", "elem.copy(), which waits for the disk")
     prefill = _find_function(source.tree(RESULTS), "process_batch_result_prefill")
     if prefill is None or not _calls(prefill, name):
         yield Drift(

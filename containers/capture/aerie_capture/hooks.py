@@ -31,6 +31,8 @@ import torch
 
 from aerie_capture.protocol import (
     CONFIG_VARIABLE,
+    DTYPE_BYTES,
+    FLOAT8,
     TICKET_KEY,
     Address,
     CaptureConfig,
@@ -41,16 +43,17 @@ from aerie_capture.protocol import (
     read_shard,
     write_atomically,
 )
-from aerie_capture.writer import Copier, Job, Piece, ShardFile, Ticket, Writer
+from aerie_capture.writer import ERROR_FILE, Copier, OpenShard, Piece, Writer
 
 RUNNER_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends"
 LOGITS_TARGET = "sglang.srt.layers.logits_processor.LogitsProcessor.forward"
 
 LAYER_FLAG = "_is_layer_to_capture"  # Qwen-MoE, Qwen3-Next/3.5, MiniMax-M3, LFM2 read this flag
 NEUTRAL_LAYER_ID = 0  # any family accepts it; the setter is called for its switches, not its ids
-OPEN_SHARDS = 8  # two descriptors each
-PARTIAL_SAMPLES = 16  # a scheduler cuts one prompt at a time; more are left-overs of aborts
-WATCHDOG_SHARE = 0.4  # of --watchdog-timeout; a step may wait for room once and for tickets once
+OPEN_SHARDS = 32  # two descriptors each, in a lane
+PARTIAL_SAMPLES = 2  # a scheduler cuts one prompt at a time; more are left-overs of aborts
+RING_FORWARDS = 4  # host memory for as many of the largest forwards: one is taken, one copied, two written
+WATCHDOG_SHARE = 0.5  # of --watchdog-timeout, the longest a forward waits for the disk
 DEFAULT_WATCHDOG_S = 300.0  # SGLang's own default, where the setting is not readable
 
 # Names under which a model divides its final state before the logits processor sees it (muP), or
@@ -143,8 +146,11 @@ def switch_capture_on(runner: Any) -> None:
     text_config = runner.model_config.hf_text_config
     defects = refused_settings(setting, device=str(runner.device), tp_size=size)
     defects += refused_layers(config.layers, text_config.num_hidden_layers)
+    defects += refused_dtypes(config.dtype, str(runner.dtype).removeprefix("torch."))
     defects += scaled_finals(runner.model, text_config)
     module, setter, missing = find_capture_module(runner.model)
+    if module is not None:
+        missing += lost_residuals(module)
     if config.final == "pre_norm" and module is not None and not hasattr(module, "norm"):
         missing.append(f"{type(module).__name__} has no `norm`: capture with final: post_norm")
     defects += missing
@@ -163,6 +169,8 @@ def switch_capture_on(runner: Any) -> None:
         hidden_size=text_config.hidden_size,
         dtype=runner.dtype,
         device=torch.device(runner.device),
+        forward_tokens=_largest_forward(setting, runner),
+        chunk_tokens=int(setting("chunked_prefill_size") or 0),
         wait_s=WATCHDOG_SHARE * float(setting("watchdog_timeout") or DEFAULT_WATCHDOG_S),
     )
     if config.final == "pre_norm":
@@ -177,7 +185,8 @@ def switch_capture_on(runner: Any) -> None:
         "final": config.final,
         "num_hidden_layers": text_config.num_hidden_layers,
         "hidden_size": text_config.hidden_size,
-        "dtype": _capture.dtype_name,
+        "dtype": str(runner.dtype).removeprefix("torch."),
+        "stored_dtype": config.dtype,
         "tp_rank": rank,
         "tp_size": size,
         "flags": {name: _plain(setting(name)) for name in RECORDED_SETTINGS},
@@ -285,6 +294,15 @@ def refused_layers(layers: tuple[int, ...], num_hidden_layers: int) -> list[str]
     return defects
 
 
+def refused_dtypes(stored: str, computed: str) -> list[str]:
+    """Reasons in the dtypes; [] when the states can be stored as asked."""
+    if computed not in DTYPE_BYTES or computed == FLOAT8:
+        return [f"the server computes in {computed}: capture needs --dtype bfloat16 or float32"]
+    if stored not in (computed, FLOAT8):
+        return [f"dtype {stored} is asked for, the server computes in {computed}: store {computed} or {FLOAT8}"]
+    return []
+
+
 def scaled_finals(model: Any, text_config: Any) -> list[str]:
     """Reasons in the model: a factor between `final` and the logits; [] when there is none."""
     inner = getattr(model, "language_model", model)
@@ -325,6 +343,22 @@ def find_capture_module(model: Any) -> tuple[Any, Callable | None, list[str]]:
     return holders[0], setter, []
 
 
+def lost_residuals(module: Any) -> list[str]:
+    """Reasons in the model's own capture: states that are not the residual stream; [] when there are none.
+
+    Up to 0.5.16 a layer of Gemma 3 returns the stream; since 0.5.18 it returns a branch and the
+    residual apart, and the model's loop (models/gemma3_causal.py) appends the branch alone.
+    """
+    apart = "residual" in inspect.signature(module.layers[0].forward).parameters
+    if type(module).__name__ == "Gemma3TextModel" and apart:
+        return [
+            "Gemma3TextModel of this SGLang appends its layers' branch without the residual: index i"
+            " would be the MLP output of layer i-1, not the stream that enters layer i; releases up to"
+            " 0.5.16 capture Gemma 3"
+        ]
+    return []
+
+
 # --- hook (b) --------------------------------------------------------------------------------------
 
 
@@ -344,7 +378,6 @@ def take_states(original: Callable, *args: Any, **kwargs: Any) -> Any:
 class Partial:
     """The pieces of a prompt that the server runs in several forwards."""
 
-    address: Address
     tokens: int = 0
     pieces: list[Piece] = field(default_factory=list)
 
@@ -370,17 +403,35 @@ class Capture:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        forward_tokens: int,
         wait_s: float,
+        chunk_tokens: int = 0,
+        start_lane: Any = None,
     ) -> None:
         self.config = config
         self.hidden_size = hidden_size
         self.dtype_name = str(dtype).removeprefix("torch.")
-        self.writer = Writer(wait_s)
         self._dtype = dtype
-        self._copier = Copier(device)
-        self._wait_s = wait_s
-        self._shards: OrderedDict[str, tuple[tuple[int, int], ShardFile]] = OrderedDict()
-        self._retired: list[ShardFile] = []
+        # A prompt that the server cuts holds a slab per piece, however short, until it is whole.
+        cuts = -(-forward_tokens // chunk_tokens) if chunk_tokens > 0 else 1
+        self._copier = Copier(
+            device,
+            tensors=len(config.layers) + 1,
+            width=hidden_size,
+            dtype=config.dtype,
+            rows=RING_FORWARDS * forward_tokens,
+            spare=(PARTIAL_SAMPLES + 1) * cuts,
+            wait_s=wait_s,
+        )
+        expected = {
+            "run": config.run,
+            "dtype": config.dtype,
+            "captured": len(config.layers),
+            "hidden_size": hidden_size,
+        }
+        self.writer = Writer(self._copier.ring, config.threads, expected, config.control_dir / ERROR_FILE, start_lane)
+        self._expected = expected
+        self._shards: OrderedDict[str, tuple[tuple[int, int], OpenShard]] = OrderedDict()
         self._partials: OrderedDict[str, Partial] = OrderedDict()
         self._norm_input: torch.Tensor | None = None
         self._signature: inspect.Signature | None = None
@@ -392,7 +443,7 @@ class Capture:
         residual = args[1] if len(args) > 1 else None
         self._norm_input = hidden.clone() if residual is None else hidden + residual
 
-    def take(self, original: Callable, args: tuple, kwargs: dict) -> list[Ticket | None] | None:
+    def take(self, original: Callable, args: tuple, kwargs: dict) -> list[dict | None] | None:
         """A ticket for every request of this forward, None for a foreign one; never raises.
 
         Also a forward of foreign requests alone and a decode step get their list of None: 0.5.14
@@ -457,9 +508,9 @@ class Capture:
 
     def _take_rows(
         self, aux: Any, final: torch.Tensor, ids: torch.Tensor, requests: list[Rows | None]
-    ) -> list[Ticket | None]:
-        tickets: list[Ticket | None] = [None] * len(requests)
-        due: list[tuple[int, Rows, ShardFile]] = []
+    ) -> list[dict | None]:
+        tickets: list[dict | None] = [None] * len(requests)
+        due: list[tuple[int, Rows, OpenShard]] = []
         for position, rows in enumerate(requests):
             if rows is None:
                 continue
@@ -471,25 +522,23 @@ class Capture:
             if tickets[position] is None:
                 due.append((position, rows, file))
         if due:
+            blocks = [*aux, final] if isinstance(aux, (list, tuple)) else [aux, final]
+            spans = [(rows.start, rows.start + rows.length) for _, rows, _ in due]
             try:
-                pieces = self._copy_rows(aux, final, ids, [rows for _, rows, _ in due])
+                samples = self._copier.copy(blocks, ids, spans)
             except TimeoutError as error:
                 for position, rows, _ in due:
+                    self._drop(self._partials.pop(rows.rid, None))
                     tickets[position] = self._refuse(rows.address, str(error))
             else:
-                for (position, rows, file), piece in zip(due, pieces, strict=True):
-                    tickets[position] = self._assemble(file, rows, piece)
+                whole: list[tuple[OpenShard, int, list[Piece]]] = []
+                for (position, rows, file), pieces in zip(due, samples, strict=True):
+                    tickets[position] = self._assemble(file, rows, pieces, whole)
+                self.writer.submit(whole)
         self._retire_shards()
         return tickets
 
-    def _copy_rows(self, aux: Any, final: torch.Tensor, ids: torch.Tensor, due: list[Rows]) -> list[Piece]:
-        columns = (len(self.config.layers) + 1) * self.hidden_size  # of aux and final
-        tokens = sum(rows.length for rows in due)
-        self.writer.wait_for_room(tokens * columns * final.element_size())
-        spans = [(rows.start, rows.start + rows.length) for rows in due]
-        return self._copier.copy(list(aux) if isinstance(aux, tuple) else aux, final, ids, spans)
-
-    def _answer_without_copy(self, file: ShardFile, rows: Rows) -> Ticket | None:
+    def _answer_without_copy(self, file: OpenShard, rows: Rows) -> dict | None:
         """The ticket that needs no rows: an earlier one, or a refusal; None when rows are due."""
         samples = file.shard.samples
         index = rows.address.sample
@@ -497,11 +546,11 @@ class Capture:
             return self._refuse(rows.address, f"shard {file.shard.name} has {len(samples)} samples")
         if self.writer.first_error is not None:
             return self._refuse(rows.address, self.writer.first_error)
-        earlier = file.tickets.get(index)
-        if earlier is not None and not earlier.failed:
-            return earlier  # a client that lost its reply asks again: the rows are not rewritten
+        if index in file.taken:  # a client that lost its reply asks again: nothing is written twice
+            return self._accept(file, rows.address)
         total = rows.prefix + rows.length
         if total > samples[index].tokens:
+            self._drop(self._partials.pop(rows.rid, None))
             return self._refuse(
                 rows.address,
                 f"{total} tokens ran under this request id, the control file says {samples[index].tokens}",
@@ -509,7 +558,7 @@ class Capture:
         partial = self._partials.get(rows.rid)
         done = partial.tokens if partial is not None and rows.prefix > 0 else 0
         if rows.prefix != done:
-            self._partials.pop(rows.rid, None)
+            self._drop(self._partials.pop(rows.rid, None))
             return self._refuse(
                 rows.address,
                 f"a piece starts at token {rows.prefix}, {done} tokens were captured before it:"
@@ -517,18 +566,19 @@ class Capture:
             )
         return None
 
-    def _assemble(self, file: ShardFile, rows: Rows, piece: Piece) -> Ticket:
-        """Add a piece to its sample; the last one sends the sample to the writer."""
+    def _assemble(self, file: OpenShard, rows: Rows, pieces: list[Piece], whole: list) -> dict:
+        """Add the rows of a forward to their sample; a complete sample joins those of `whole`."""
         partial = self._partials.pop(rows.rid, None)
         if partial is None or rows.prefix == 0:
-            partial = Partial(rows.address)
-        partial.pieces.append(piece)
+            self._drop(partial)
+            partial = Partial()
+        partial.pieces += pieces
         partial.tokens += rows.length
         expected = file.shard.samples[rows.address.sample].tokens
         if partial.tokens < expected:
             self._partials[rows.rid] = partial
             while len(self._partials) > PARTIAL_SAMPLES:
-                self._partials.popitem(last=False)
+                self._drop(self._partials.popitem(last=False)[1])
             # SGLang reports only the last forward of a prompt. If this is the last one, the
             # prompt was cut or replaced (an aborted request runs the prompt [0]).
             return self._refuse(
@@ -536,15 +586,19 @@ class Capture:
                 f"{partial.tokens} of {expected} tokens ran under this request id: the prompt was"
                 " rejected, aborted or is another one",
             )
-        earlier = file.tickets.get(rows.address.sample)
-        if earlier is not None and not earlier.failed:
-            return earlier  # two attempts at one sample met in this forward
-        ticket = Ticket(self._facts(rows.address, expected), self._wait_s)
-        file.tickets[rows.address.sample] = ticket
-        self.writer.submit(Job(file, rows.address.sample, tuple(partial.pieces), ticket))
-        return ticket
+        if rows.address.sample in file.taken:  # two attempts at one sample met in this forward
+            self._drop(partial)
+        else:
+            file.taken.add(rows.address.sample)
+            whole.append((file, rows.address.sample, partial.pieces))
+        return self._accept(file, rows.address)
 
-    def _open_shard(self, name: str) -> ShardFile:
+    def _drop(self, partial: Partial | None) -> None:
+        """Give the host memory of rows back that will never be written."""
+        for piece in partial.pieces if partial is not None else ():
+            self._copier.ring.release(piece.slab)
+
+    def _open_shard(self, name: str) -> OpenShard:
         """The shard behind a control file, reopened when the client has replaced that file."""
         path = self.config.control_dir / f"{name}.json"
         status = os.stat(path)
@@ -553,38 +607,37 @@ class Capture:
         if known is not None and known[0] == version:
             self._shards.move_to_end(name)
             return known[1]
-        shard = read_shard(
-            path,
-            run=self.config.run,
-            dtype=self.dtype_name,
-            captured=len(self.config.layers),
-            hidden_size=self.hidden_size,
-        )
+        shard = read_shard(path, **self._expected)
         if known is not None:
-            self._retired.append(known[1])
-        self._shards[name] = (version, ShardFile(shard))
+            self.writer.retire(known[1])
+        self._shards[name] = (version, self.writer.open(shard, path))
         self._shards.move_to_end(name)
         return self._shards[name][1]
 
     def _retire_shards(self) -> None:
-        """Close what is no longer needed, after the forward that may still have named it."""
+        """Let go of what is complete or no longer needed."""
+        for name in [name for name, (_, file) in self._shards.items() if file.complete]:
+            self.writer.retire(self._shards.pop(name)[1])
         while len(self._shards) > OPEN_SHARDS:
-            self._retired.append(self._shards.popitem(last=False)[1][1])
-        while self._retired:
-            self._retired.pop().retire()
+            self.writer.retire(self._shards.popitem(last=False)[1][1])
 
-    def _facts(self, address: Address, tokens: int | None) -> dict:
+    def _accept(self, file: OpenShard, address: Address) -> dict:
+        """The rows are taken; the journal will tell that they are durable, or why not."""
+        sample = file.shard.samples[address.sample]
+        facts = {"row": sample.row, "tokens": sample.tokens, "ids_sha256": sample.sha256}
+        return self._ticket(address, "accepted", None) | facts
+
+    def _refuse(self, address: Address, error: str) -> dict:
+        return self._ticket(address, "refused", error)
+
+    def _ticket(self, address: Address, state: str, error: str | None) -> dict:
         return {
+            "state": state,
+            "error": error,
             "shard": address.shard,
             "sample": address.sample,
-            "tokens": tokens,
-            "dtype": self.dtype_name,
-            "layers": list(self.config.layers),
-            "final": self.config.final,
+            "dtype": self.config.dtype,
         }
-
-    def _refuse(self, address: Address, error: str) -> Ticket:
-        return Ticket(self._facts(address, None), self._wait_s).fail(error)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -637,6 +690,11 @@ def _setting_reader(runner: Any) -> Callable[[str], Any]:
         return getattr(runner.server_args, name, None)
 
     return setting
+
+
+def _largest_forward(setting: Callable[[str], Any], runner: Any) -> int:
+    """The most tokens one forward can hold: whole prompts are run, so also the longest prompt."""
+    return max(int(setting("max_prefill_tokens") or 0), int(runner.model_config.context_len))
 
 
 def _tensor_parallel() -> tuple[int, int]:

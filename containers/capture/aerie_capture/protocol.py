@@ -8,7 +8,6 @@ Every reader collects all defects of its file and raises one ValueError that lis
 """
 
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -20,11 +19,14 @@ CONFIG_VARIABLE = "AERIE_CAPTURE_CONFIG"
 PROBE_VARIABLE = "AERIE_PROBE_CONFIG"
 TICKET_KEY = "aerie_capture"  # key of the ticket in customized_info, so in meta_info
 FINAL_CONVENTIONS = ("post_norm", "pre_norm")
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+COMPUTED_DTYPES = {"bfloat16": 2, "float32": 4}  # what a server computes in, bytes a value
+FLOAT8 = "float8_e4m3"  # stored instead of them on demand, with a scale per token and tensor
+DTYPE_BYTES = {**COMPUTED_DTYPES, FLOAT8: 1}
+SCALE_BYTES = 4  # float32
 SHOWN_DEFECTS = 20  # a shard holds thousands of samples; an error message should not
 
 _RUN = re.compile(r"[0-9a-f]{16}")
-_RID = re.compile(r"aerie-([0-9a-f]{16})-(\d{5})-(\d{6})-(\d+)")
+_RID = re.compile(r"aerie-([0-9a-f]{16})-(\d+)-(\d{6})-(\d+)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -38,6 +40,8 @@ class CaptureConfig:
     control_dir: Path
     layers: tuple[int, ...]
     final: str
+    dtype: str  # of the stored states: the one the server computes in, or FLOAT8
+    threads: int  # shards written at the same time
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,9 @@ class Span:
     offset: int
     row_bytes: int
 
+    def at(self, row: int) -> int:
+        return self.offset + row * self.row_bytes
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -76,9 +83,14 @@ class Shard:
     path: Path
     journal: Path
     dtype: str
-    aux: Span
-    final: Span
+    total_bytes: int
+    states: Span
+    scales: Span | None  # FLOAT8 only
     samples: tuple[Sample, ...]
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return (self.states,) if self.scales is None else (self.states, self.scales)
 
 
 def parse_rid(rid: Any, run: str) -> Address | None:
@@ -106,7 +118,8 @@ def read_json(path: Path) -> dict:
 def read_capture_config(path: Path) -> CaptureConfig:
     """AERIE_CAPTURE_CONFIG → CaptureConfig; ValueError lists every defect of the file."""
     document = read_json(path)
-    defects = _key_defects(document, {"run", "ready_path", "control_dir", "layers", "final"})
+    keys = {"run", "ready_path", "control_dir", "layers", "final", "dtype", "threads"}
+    defects = _key_defects(document, keys)
     defects += _run_defects(document)
     defects += [
         f"{key}: found {document.get(key)!r}, expected a path"
@@ -118,6 +131,11 @@ def read_capture_config(path: Path) -> CaptureConfig:
         defects.append(f"layers: found {layers!r}, expected a list of layer indices")
     if document.get("final") not in FINAL_CONVENTIONS:
         defects.append(f"final: found {document.get('final')!r}, expected {FINAL_CONVENTIONS}")
+    if document.get("dtype") not in DTYPE_BYTES:
+        defects.append(f"dtype: found {document.get('dtype')!r}, expected {sorted(DTYPE_BYTES)}")
+    threads = document.get("threads")
+    if not _is_integer(threads) or threads < 1:
+        defects.append(f"threads: found {threads!r}, expected an integer from 1")
     _raise_defects(path, defects)
     return CaptureConfig(
         run=document["run"],
@@ -125,6 +143,8 @@ def read_capture_config(path: Path) -> CaptureConfig:
         control_dir=Path(document["control_dir"]),
         layers=tuple(layers),
         final=document["final"],
+        dtype=document["dtype"],
+        threads=document["threads"],
     )
 
 
@@ -146,33 +166,54 @@ def read_shard(path: Path, *, run: str, dtype: str, captured: int, hidden_size: 
     its full length, so that a full disk shows when the client preallocates, not in mid-capture.
     """
     document = read_json(path)
-    defects = _key_defects(document, {"run", "path", "journal", "dtype", "tensors", "samples"})
+    keys = {"run", "path", "journal", "dtype", "total_bytes", "states", "scales", "samples"}
+    defects = _key_defects(document, keys)
     if document.get("run") != run:
         defects.append(f"run: found {document.get('run')!r}, this server is {run!r}")
     if document.get("dtype") != dtype:
-        defects.append(f"dtype: found {document.get('dtype')!r}, the server captures {dtype!r}")
+        defects.append(f"dtype: found {document.get('dtype')!r}, the server stores {dtype!r}")
     samples = _samples(document.get("samples"), defects)
-    rows = max((sample.row + sample.tokens for sample in samples), default=0)
-    spans = _spans(document.get("tensors"), dtype, captured, hidden_size, defects)
+    rows = sum(sample.tokens for sample in samples)
+    tensors = captured + 1  # K aux blocks and the final one
+    states = _span("states", document.get("states"), tensors * hidden_size * DTYPE_BYTES[dtype], defects)
+    scales = None
+    if dtype == FLOAT8:
+        scales = _span("scales", document.get("scales"), tensors * SCALE_BYTES, defects)
+    elif document.get("scales") is not None:
+        defects.append(f"scales: found {document['scales']!r}, {dtype} has none")
     for key in ("path", "journal"):
         if not isinstance(document.get(key), str) or not document.get(key):
             defects.append(f"{key}: found {document.get(key)!r}, expected a path")
     if not defects:
-        data = Path(document["path"])
-        needed = max(span.offset + rows * span.row_bytes for span in spans.values())
+        needed = max(span.at(rows) for span in (states, scales) if span is not None)
+        data, stated = Path(document["path"]), document.get("total_bytes")
         found = data.stat().st_size if data.is_file() else None
-        if found is None or found < needed:
-            defects.append(f"{data}: found {found} bytes, expected at least {needed:,}")
+        if stated != found or not _is_integer(stated) or stated < needed:
+            defects.append(f"{data}: found {found} bytes, expected total_bytes {stated!r} and at least {needed:,}")
     _raise_defects(path, defects)
     return Shard(
         name=path.stem,
         path=Path(document["path"]),
         journal=Path(document["journal"]),
         dtype=dtype,
-        aux=spans["aux"],
-        final=spans["final"],
+        total_bytes=document["total_bytes"],
+        states=states,
+        scales=scales,
         samples=samples,
     )
+
+
+def journalled(shard: Shard) -> set[int]:
+    """The samples that an earlier server made durable; the client has checked their lines."""
+    durable = set()
+    for line in shard.journal.read_text(errors="replace").splitlines() if shard.journal.exists() else ():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # cut short by a kill
+        if isinstance(entry, dict) and "rows_xxh3" in entry:
+            durable.add(entry["sample"])
+    return durable
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -219,26 +260,17 @@ def _run_defects(document: dict) -> list[str]:
     return [f"run: found {run!r}, expected 16 lower-case hex digits"]
 
 
-def _spans(tensors: Any, dtype: str, captured: int, hidden_size: int, defects: list[str]) -> dict[str, Span]:
-    if not isinstance(tensors, dict) or tensors.keys() != {"aux", "final"}:
-        defects.append(f"tensors: found {tensors!r}, expected aux and final")
-        return {}
-    spans = {}
-    widths = {"aux": captured * hidden_size, "final": hidden_size}
-    for name, width in widths.items():
-        entry = tensors[name] if isinstance(tensors[name], dict) else {}
-        offset, row_bytes = entry.get("offset"), entry.get("row_bytes")
-        expected = width * DTYPE_BYTES[dtype]
-        if not _is_integer(offset) or offset < 0:
-            defects.append(f"tensors.{name}.offset: found {offset!r}, expected a byte offset")
-        elif row_bytes != expected:
-            defects.append(
-                f"tensors.{name}.row_bytes: found {row_bytes!r}, expected {expected}"
-                f" = {width} x {DTYPE_BYTES[dtype]} bytes"
-            )
-        else:
-            spans[name] = Span(offset=offset, row_bytes=row_bytes)
-    return spans
+def _span(name: str, entry: Any, expected: int, defects: list[str]) -> Span | None:
+    """One tensor's place in the file; `expected` is the number of bytes of its rows."""
+    entry = entry if isinstance(entry, dict) else {}
+    offset, row_bytes = entry.get("offset"), entry.get("row_bytes")
+    if not _is_integer(offset) or offset < 0:
+        defects.append(f"{name}.offset: found {offset!r}, expected a byte offset")
+    elif row_bytes != expected:
+        defects.append(f"{name}.row_bytes: found {row_bytes!r}, expected {expected}")
+    else:
+        return Span(offset=offset, row_bytes=row_bytes)
+    return None
 
 
 def _samples(entries: Any, defects: list[str]) -> tuple[Sample, ...]:
@@ -255,12 +287,12 @@ def _samples(entries: Any, defects: list[str]) -> tuple[Sample, ...]:
             defects.append(f"samples[{index}].sha256: found {sha256!r}")
         else:
             samples.append(Sample(row=row, tokens=tokens, sha256=sha256))
-    ordered = sorted(samples, key=lambda sample: sample.row)
-    defects += [
-        f"samples: rows {before.row}..{before.row + before.tokens - 1} overlap row {after.row}"
-        for before, after in itertools.pairwise(ordered)
-        if after.row < before.row + before.tokens
-    ]
+    row = 0
+    for index, sample in enumerate(samples):
+        if sample.row != row:
+            defects.append(f"samples[{index}].row: found {sample.row}, expected {row}: rows follow without a gap")
+            break
+        row += sample.tokens
     return tuple(samples)
 
 

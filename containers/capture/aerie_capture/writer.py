@@ -1,451 +1,346 @@
-"""Captured rows on their way to the disk: device tensors → host → data file → journal → ticket.
+"""Captured rows out of the scheduler: device tensors → slabs → the lanes' processes.
 
-    hook ─▶ Copier ─▶ Job ─▶ write threads (check, sha256, pwrite) ─▶ commit thread ─▶ Ticket
-                              one sample always meets one thread      fdatasync data,
-                                                                      journal lines,
-                                                                      fdatasync journal, release
+    hook ─▶ Copier ─▶ Writer ─▶ a lane per shard (aerie_capture.lane): check, checksum, pwrite, journal
+             slabs of a ring      waits for the copy, then tells the lane
 
-Nothing of a sample reaches the disk before the whole sample is there and its ids, its token count
-and its values are right: a rejected prompt can therefore never overwrite rows that a journal line
-already vouches for. A journal line is one complete sample, so it does not depend on how the server
-cut the prompt.
+The scheduler waits for none of this, except where the ring is empty: then the disk sets the pace.
 
-Legend: T tokens of a sample, t tokens of a piece, N rows of a forward, K captured layers,
-D target width.
+Legend: N rows of a forward, R rows of a slab, K captured layers, D target width.
 """
 
-import hashlib
+import contextlib
 import json
 import os
 import queue
+import subprocess
+import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from aerie_capture.protocol import Shard, sync_folder
+from aerie_capture import memory
+from aerie_capture.protocol import FLOAT8, Shard, journalled, write_atomically
 
-QUEUE_BYTES = 1 << 30  # host bytes the writer may hold before the hook waits
-WRITE_THREADS = 2  # sha256 bounds a thread at about 1.5 GB/s with SHA instructions
-BLOCK_BYTES = 1 << 20  # hashed and written while still in cache; the digest does not depend on it
+FLOAT8_LARGEST = 448.0  # torch.finfo(torch.float8_e4m3fn).max
+LANE_MODULE = "aerie_capture.lane"  # a process of its own; see there
+ERROR_FILE = "error.json"  # in the control folder; the client looks for it while it waits
+STORED = {"bfloat16": torch.bfloat16, "float32": torch.float32, FLOAT8: torch.float8_e4m3fn}
+
+
+# --- host memory -------------------------------------------------------------------------------------
+
+
+class Slab:
+    """One slab as tensors; see aerie_capture.memory for what they hold."""
+
+    def __init__(self, number: int, room: torch.Tensor, geometry: memory.Geometry) -> None:
+        def section(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor | None:
+            if name not in geometry.sections:
+                return None
+            offset, size = geometry.sections[name]
+            return room[offset : offset + geometry.rows * size].view(dtype).view(geometry.rows, *shape)
+
+        tensors, width = geometry.tensors, geometry.width
+        self.number = number
+        self.states = section("states", STORED[geometry.dtype], tensors, width)  # (R, K+1, D)
+        self.sums = section("sums", torch.float32, tensors)  # (R, K+1)
+        self.ids = section("ids", torch.int32)  # (R,)
+        self.scales = section("scales", torch.float32, tensors)  # (R, K+1)
+        self.errors = section("errors", torch.float32, tensors)  # (R, K+1)
+        self.users = 0
+
+
+class Ring:
+    """All slabs in one shared memory, pinned for CUDA; whoever needs one while none is free waits."""
+
+    def __init__(self, geometry: memory.Geometry, pinned: bool) -> None:
+        self.geometry = geometry
+        self.descriptor = memory.create(geometry)
+        self._memory = memory.attach(self.descriptor, geometry)
+        room = torch.frombuffer(self._memory, dtype=torch.uint8)
+        if pinned:  # about a second per 3 GB: at start, not under the first requests
+            code = torch.cuda.cudart().cudaHostRegister(room.data_ptr(), room.numel(), 0)
+            if int(code) != 0:
+                raise RuntimeError(
+                    f"aerie_capture: {room.numel():,} bytes of host memory cannot be pinned (CUDA error {int(code)});"
+                    " lower --max-prefill-tokens or --context-length"
+                )
+        size = geometry.slab_bytes
+        self.slabs = [Slab(i, room[i * size : (i + 1) * size], geometry) for i in range(geometry.slabs)]
+        self._free = list(reversed(self.slabs))
+        self._changed = threading.Condition()
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int, wait_s: float) -> list[Slab]:
+        """Return `count` slabs; TimeoutError when the disk has not freed them within `wait_s`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._free) >= count, timeout=wait_s):
+                raise TimeoutError(
+                    f"{len(self.slabs) - len(self._free)} of {len(self.slabs)} buffers still wait for the disk after"
+                    f" {wait_s:g} s; lower the client's concurrency or use a faster disk"
+                )
+            return [self._free.pop() for _ in range(count)]
+
+    def release(self, slab: Slab) -> None:
+        """One user of a slab less; the last one frees it."""
+        with self._changed:
+            slab.users -= 1
+            if slab.users <= 0:
+                slab.users = 0
+                self._free.append(slab)
+                self._changed.notify_all()
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one sample out of one forward, on the host.
+    """Rows start..stop of a slab: a part of one sample. `ready` is the CUDA event after which they
+    may be read, or None."""
 
-    aux [t, K*D], final [t, D] of the captured dtype; ids int32 [t]; sums float32 [t, 2], the row
-    sums of aux and final. `ready` is the CUDA event after which they may be read, or None.
-    """
-
-    aux: torch.Tensor
-    final: torch.Tensor
-    ids: torch.Tensor
-    sums: torch.Tensor
+    slab: Slab
+    start: int
+    stop: int
     ready: Any
-
-    @property
-    def nbytes(self) -> int:
-        return self.aux.nbytes + self.final.nbytes
-
-
-class Ticket:
-    """The acknowledgement of one sample: a promise until the rows are durable, or refused.
-
-    SGLang's result processor calls `.copy()` on each entry of `customized_info` and sends what it
-    returns to the client; waiting in there is what makes the HTTP reply mean "durable".
-    """
-
-    def __init__(self, facts: dict, wait_s: float) -> None:
-        self.facts = {"ids_sha256": None, "rows_sha256": None, **facts}
-        # A deadline, not a duration: the scheduler asks the tickets of a forward one after the
-        # other, and together they must stay below the watchdog.
-        self._deadline = time.monotonic() + wait_s
-        self._settled = threading.Event()
-        self._answer: dict | None = None
-
-    def durable(self, ids_sha256: str, rows_sha256: str) -> None:
-        self._settle("durable", None, ids_sha256=ids_sha256, rows_sha256=rows_sha256)
-
-    def fail(self, error: str) -> "Ticket":
-        self._settle("error", error)
-        return self
-
-    def copy(self) -> dict:
-        """Wait for the outcome and return it as a plain dict (it crosses a process boundary)."""
-        if not self._settled.wait(max(0.0, self._deadline - time.monotonic())):
-            error = "the disk did not finish in time; the journal tells whether it did later"
-            return {**self.facts, "state": "error", "error": error}
-        return dict(self._answer)
-
-    @property
-    def settled(self) -> bool:
-        return self._settled.is_set()
-
-    @property
-    def failed(self) -> bool:
-        return self.settled and self._answer["state"] == "error"
-
-    def _settle(self, state: str, error: str | None, **digests: str) -> None:
-        self._answer = {**self.facts, **digests, "state": state, "error": error}
-        self._settled.set()
-
-
-class ShardFile:
-    """An open shard: its data file, its journal, and the tickets given for its samples."""
-
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
-        self.tickets: dict[int, Ticket] = {}
-        self._retired = False
-        self._users = 0
-        self._lock = threading.Lock()
-        self.data = os.open(shard.path, os.O_WRONLY)
-        try:
-            self.journal = _open_journal(shard)
-        except OSError:
-            os.close(self.data)
-            raise
-
-    def enter(self) -> None:
-        """One more job needs the descriptors."""
-        with self._lock:
-            self._users += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            self._close_if_unused()
-
-    def retire(self) -> None:
-        """Close when the last job has left; no job enters after this."""
-        with self._lock:
-            self._retired = True
-            self._close_if_unused()
-
-    def _close_if_unused(self) -> None:
-        if self._retired and self._users == 0 and self.data >= 0:
-            os.close(self.data)
-            os.close(self.journal)
-            self.data = self.journal = -1
-
-
-@dataclass(frozen=True)
-class Job:
-    """One complete sample, to be checked, written and acknowledged."""
-
-    file: ShardFile
-    sample: int
-    pieces: tuple[Piece, ...]
-    ticket: Ticket
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
-
-
-@dataclass
-class _Written:
-    """A job whose rows are in the page cache: what its journal line will say."""
-
-    job: Job
-    ids_sha256: str
-    rows_sha256: str
-
-
-@dataclass
-class _Room:
-    """Host bytes in flight, and the condition on which the hook waits."""
-
-    limit: int
-    held: int = 0
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-
-class Writer:
-    """Threads that make samples durable; `submit` never blocks, `wait_for_room` does.
-
-    The first OSError (disk full, quota, a dead mount) is remembered: it answers the sample it hit
-    and every later one, because a writer that lost rows once has no business acknowledging more.
-    """
-
-    def __init__(self, wait_s: float, threads: int = WRITE_THREADS, queue_bytes: int = QUEUE_BYTES) -> None:
-        self.wait_s = wait_s
-        self.first_error: str | None = None
-        self._room = _Room(limit=queue_bytes)
-        self._written: queue.SimpleQueue[_Written | None] = queue.SimpleQueue()
-        self._queues = [queue.SimpleQueue() for _ in range(threads)]
-        self._threads = [
-            threading.Thread(target=self._write_loop, args=(jobs,), name=f"aerie-write-{i}")
-            for i, jobs in enumerate(self._queues)
-        ]
-        self._commit_thread = threading.Thread(target=self._commit_loop, name="aerie-commit")
-        for thread in (*self._threads, self._commit_thread):
-            thread.daemon = True  # SIGTERM ends the server; unacknowledged samples are resent
-            thread.start()
-
-    def wait_for_room(self, nbytes: int) -> None:
-        """Back-pressure: wait until `nbytes` more may be held, below the server's watchdog.
-
-        A sample larger than the whole limit passes when nothing else is held. TimeoutError after
-        `wait_s`: the disk does not keep up and the sample is refused, never dropped in silence.
-        """
-        room = self._room
-
-        def fits() -> bool:
-            return room.held == 0 or room.held + nbytes <= room.limit
-
-        with room.changed:
-            if not room.changed.wait_for(fits, timeout=self.wait_s):
-                raise TimeoutError(
-                    f"{room.held:,} bytes still wait for the disk after {self.wait_s:g} s;"
-                    " lower the client's concurrency or use a faster disk"
-                )
-
-    def submit(self, job: Job) -> None:
-        """Hand over a complete sample; its ticket settles when it is durable or refused."""
-        with self._room.changed:
-            self._room.held += job.nbytes
-        job.file.enter()
-        self._queues[job.sample % len(self._queues)].put(job)
-
-    def close(self) -> None:
-        """Finish what was submitted and stop the threads."""
-        for jobs in self._queues:
-            jobs.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._written.put(None)
-        self._commit_thread.join()
-
-    # --- write threads ---------------------------------------------------------------------------
-
-    def _write_loop(self, jobs: queue.SimpleQueue) -> None:
-        while (job := jobs.get()) is not None:
-            try:
-                written = self._write(job)
-            except Exception as error:  # recorded: it answers this sample and every later one
-                self._remember(error, job.file.shard.path)
-                self._finish(job, self.first_error)
-                continue
-            if isinstance(written, str):
-                self._finish(job, written)
-            else:
-                self._written.put(written)
-
-    def _write(self, job: Job) -> _Written | str:
-        """Check one sample and write its rows; a string is the reason why it was refused."""
-        if self.first_error is not None:
-            return self.first_error
-        for piece in job.pieces:
-            if piece.ready is not None:
-                piece.ready.synchronize()
-        shard = job.file.shard
-        sample = shard.samples[job.sample]
-        ids_sha256 = _sha256_of_ids(job.pieces)
-        if ids_sha256 != sample.sha256:
-            return (
-                f"ids_sha256: the server ran {ids_sha256}, the control file of shard {shard.name}"
-                f" says {sample.sha256}: another prompt came under this request id"
-            )
-        refusal = _non_finite(job.pieces)
-        if refusal is not None:
-            return refusal
-        rows = hashlib.sha256()
-        for name, span in (("aux", shard.aux), ("final", shard.final)):
-            offset = span.offset + sample.row * span.row_bytes
-            for piece in job.pieces:
-                offset = _write_rows(job.file.data, getattr(piece, name), offset, rows)
-        return _Written(job, ids_sha256, rows.hexdigest())
-
-    # --- commit thread ---------------------------------------------------------------------------
-
-    def _commit_loop(self) -> None:
-        while (first := self._written.get()) is not None:
-            group, last = [first], False
-            while not last:
-                try:
-                    more = self._written.get_nowait()
-                except queue.Empty:
-                    break
-                last = more is None
-                if not last:
-                    group.append(more)
-            for file, members in _by_file(group):
-                self._commit(file, members)
-            if last:
-                return
-
-    def _commit(self, file: ShardFile, members: list[_Written]) -> None:
-        """Rows durable, then lines durable, then tickets: each step vouches for the one before."""
-        error = self.first_error
-        if error is None:
-            try:
-                os.fdatasync(file.data)
-                _write_all(file.journal, "".join(map(_journal_line, members)).encode())
-                os.fdatasync(file.journal)
-            except Exception as failure:  # recorded: it answers every later sample
-                self._remember(failure, file.shard.journal)
-                error = self.first_error
-        for member in members:
-            if error is None:
-                member.job.ticket.durable(member.ids_sha256, member.rows_sha256)
-            self._finish(member.job, error)
-
-    # ---------------------------------------------------------------------------------------------
-
-    def _finish(self, job: Job, error: str | None) -> None:
-        if error is not None:
-            job.ticket.fail(error)
-        job.file.leave()
-        with self._room.changed:
-            self._room.held -= job.nbytes
-            self._room.changed.notify_all()
-
-    def _remember(self, error: Exception, path: Any) -> None:
-        if self.first_error is None:
-            stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            self.first_error = f"writer stopped at {stamp}: {path}: {error!r}"
 
 
 class Copier:
-    """Rows on the device → `Piece`s on the host, without stopping the forward stream."""
+    """Rows on the device → pieces of slabs, without stopping the forward stream."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(
+        self, device: torch.device, *, tensors: int, width: int, dtype: str, rows: int, spare: int, wait_s: float
+    ) -> None:
+        """`tensors` is K+1, `dtype` the stored one; the ring holds `rows` rows and `spare` slabs more."""
+        cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if cuda else None
+        self._shape = (tensors, width)
+        self._stored = STORED[dtype]
+        self._wait_s = wait_s
+        self.slab_rows = memory.slab_rows(tensors, width, dtype)
+        slabs = -(-rows // self.slab_rows) + spare
+        self.ring = Ring(memory.Geometry(slabs, self.slab_rows, tensors, width, dtype), pinned=cuda)
 
     def copy(
         self,
-        aux: torch.Tensor | list[torch.Tensor],
-        final: torch.Tensor,
+        blocks: list[torch.Tensor],
         ids: torch.Tensor,
         spans: list[tuple[int, int]],
-    ) -> list[Piece]:
-        """One piece per (start, stop) row span; aux is packed [N, K*D] or K tensors [N, D].
+    ) -> list[list[Piece]]:
+        """The pieces of each (start, stop) row span, spans ascending.
 
-        On CUDA the copies run on a side stream behind an event of the forward stream into pinned
-        memory; the sources are kept alive for that stream. On the CPU the rows are cloned, since
-        the allocator may reuse them as soon as the forward returns.
+        blocks: [N, n*D] each, together K+1 blocks of D columns, the final one last; ids [N].
+        On CUDA the copies run on a side stream behind an event of the forward stream; the sources
+        are kept alive for that stream. One slab per slice of the forward, one event for all: the
+        scheduler pays for the slices, not for the requests.
         """
-        if self._stream is None:
-            return [self._piece(aux, final, ids, span, None) for span in spans]
-        produced = torch.cuda.Event()
-        produced.record()
-        copied = torch.cuda.Event(blocking=True)
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(produced)
-            pieces = [self._piece(aux, final, ids, span, copied) for span in spans]
-            copied.record()
-        for source in (*(aux if isinstance(aux, list) else [aux]), final, ids):
-            source.record_stream(self._stream)
+        first, last = spans[0][0], spans[-1][1]
+        starts = range(first, last, self.slab_rows)
+        slabs = self.ring.take(len(starts), self._wait_s)
+        slices = [(start, min(start + self.slab_rows, last), slab) for start, slab in zip(starts, slabs, strict=True)]
+        try:
+            ready = self._fill_all(slices, blocks, ids)
+        except Exception:
+            if self._stream is not None:
+                self._stream.synchronize()  # what was begun must not write into a slab of somebody else
+            for slab in slabs:
+                self.ring.release(slab)
+            raise
+        pieces = [list(_cut(slices, span, ready)) for span in spans]
+        for slab in slabs:
+            slab.users = sum(piece.slab is slab for sample in pieces for piece in sample)
+            if slab.users == 0:  # rows of foreign requests only
+                self.ring.release(slab)
         return pieces
 
-    def _piece(self, aux, final, ids, span: tuple[int, int], ready: Any) -> Piece:
-        start, stop = span
-        blocks = [block[start:stop] for block in (aux if isinstance(aux, list) else [aux])]
-        packed = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)  # (t, K*D)
-        rows = final[start:stop]  # (t, D)
-        # A row sum in float32 is finite exactly when the row is, up to overflow near 1e38, which
-        # the writer looks at again: one pass over the rows and no mask of their size.
-        sums = torch.stack(
-            [packed.sum(dim=1, dtype=torch.float32), rows.sum(dim=1, dtype=torch.float32)], dim=1
-        )  # (t, 2)
-        return Piece(
-            aux=self._to_host(packed),
-            final=self._to_host(rows),
-            ids=self._to_host(ids[start:stop].to(torch.int32)),
-            sums=self._to_host(sums),
-            ready=ready,
-        )
-
-    def _to_host(self, source: torch.Tensor) -> torch.Tensor:
+    def _fill_all(self, slices: list[tuple[int, int, Slab]], blocks: list[torch.Tensor], ids: torch.Tensor) -> Any:
+        """Start the copies of all slices; the event after which they are done, or None."""
         if self._stream is None:
-            return source.clone(memory_format=torch.contiguous_format)
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        return host.copy_(source, non_blocking=True)
+            for start, stop, slab in slices:
+                self._fill(slab, [block[start:stop] for block in blocks], ids[start:stop])
+            return None
+        produced = torch.cuda.Event()
+        produced.record()
+        ready = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(produced)
+            for start, stop, slab in slices:
+                self._fill(slab, [block[start:stop] for block in blocks], ids[start:stop])
+            ready.record()
+        for source in (*blocks, ids):
+            source.record_stream(self._stream)
+        return ready
+
+    def _fill(self, slab: Slab, blocks: list[torch.Tensor], ids: torch.Tensor) -> None:
+        count = len(ids)
+        packed = torch.cat(blocks, dim=1).view(count, *self._shape)  # (n, K+1, D)
+        # A row sum in float32 is finite exactly when the row is, up to overflow near 1e38, which
+        # the lane looks at again: one pass over the rows and no mask of their size.
+        slab.sums[:count].copy_(packed.sum(dim=2, dtype=torch.float32), non_blocking=True)  # (n, K+1)
+        slab.ids[:count].copy_(ids.to(torch.int32), non_blocking=True)
+        if slab.scales is not None:
+            values = packed.float()
+            scales = (values.abs().amax(dim=2) / FLOAT8_LARGEST).clamp(min=1e-12)  # (n, K+1)
+            scaled = values / scales[..., None]  # (n, K+1, D), at most FLOAT8_LARGEST: its norm does not overflow
+            packed = scaled.to(self._stored)  # (n, K+1, D)
+            errors = (scaled - packed.float()).norm(dim=2) / scaled.norm(dim=2).clamp(min=1e-12)  # (n, K+1)
+            slab.scales[:count].copy_(scales, non_blocking=True)
+            slab.errors[:count].copy_(errors, non_blocking=True)
+        slab.states[:count].copy_(packed, non_blocking=True)
 
 
-def _open_journal(shard: Shard) -> int:
-    """Open for appending; end a torn last line first, or the next good line would join it."""
-    existed = shard.journal.exists()
-    descriptor = os.open(shard.journal, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        if not existed:
-            sync_folder(shard.journal.parent)
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            _write_all(descriptor, b"\n")
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+def _cut(slices: list[tuple[int, int, Slab]], span: tuple[int, int], ready: Any) -> Iterator[Piece]:
+    """The parts of a row span in the slices it crosses."""
+    for start, stop, slab in slices:
+        low, high = max(start, span[0]), min(stop, span[1])
+        if low < high:
+            yield Piece(slab, low - start, high - start, ready)
 
 
-def _journal_line(written: _Written) -> str:
-    job = written.job
-    line = {
-        "sample": job.sample,
-        "tokens": job.file.shard.samples[job.sample].tokens,
-        "ids_sha256": written.ids_sha256,
-        "rows_sha256": written.rows_sha256,
-    }
-    return json.dumps(line) + "\n"
+# --- lanes -------------------------------------------------------------------------------------------
 
 
-def _by_file(group: list[_Written]) -> list[tuple[ShardFile, list[_Written]]]:
-    members: dict[int, tuple[ShardFile, list[_Written]]] = {}
-    for written in group:
-        file = written.job.file
-        members.setdefault(id(file), (file, []))[1].append(written)
-    return list(members.values())
+@dataclass
+class OpenShard:
+    """A shard as the scheduler knows it: `taken` are the samples in flight or durable, asked again
+    they are not written again."""
+
+    number: int
+    shard: Shard
+    lane: int
+    taken: set[int] = field(default_factory=set)
+    complete: bool = False
 
 
-def _sha256_of_ids(pieces: tuple[Piece, ...]) -> str:
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(_bytes_of(piece.ids))
-    return digest.hexdigest()
+class Writer:
+    """The lanes and what is told to them; nothing here blocks the scheduler.
+
+    The first failure (disk full, quota, a dead mount, a lane that was killed) is remembered: every
+    later sample is refused with it, because a writer that lost rows once has no business taking more.
+    """
+
+    def __init__(
+        self, ring: Ring, lanes: int, expected: dict, error_path: Path, start: Callable[[dict], Any] | None = None
+    ) -> None:
+        """`expected` is what control files must agree with; `start(order)` starts a lane, by default as a process."""
+        self.first_error: str | None = None
+        self._ring = ring
+        self._error_path = error_path
+        self._shards: dict[int, OpenShard] = {}
+        self._numbers = 0
+        self._lane_of: dict[Path, int] = {}  # a data file always meets the same one
+        self._closing = False
+        self._outbox: queue.SimpleQueue[tuple[int, dict, tuple] | None] = queue.SimpleQueue()
+        self._pipes: list[int] = []
+        self._processes: list[Any] = []
+        self._threads = [threading.Thread(target=self._send_all, name="aerie-send", daemon=True)]
+        for lane in range(lanes):
+            theirs_in, ours_out = os.pipe()
+            ours_in, theirs_out = os.pipe()
+            order = {"memory": ring.descriptor, "incoming": theirs_in, "outgoing": theirs_out,
+                     "geometry": asdict(ring.geometry), "expected": expected}  # fmt: skip
+            self._processes.append((start or _start_process)(order))
+            self._pipes.append(ours_out)
+            self._threads.append(
+                threading.Thread(target=self._listen, args=(lane, ours_in), name=f"aerie-listen-{lane}", daemon=True)
+            )
+        for thread in self._threads:
+            thread.start()
+
+    def open(self, shard: Shard, control: Path) -> OpenShard:
+        """Follow a shard; the least burdened lane gets it."""
+        if shard.path not in self._lane_of:
+            burden = [sum(1 for each in self._shards.values() if each.lane == lane) for lane in range(len(self._pipes))]
+            self._lane_of[shard.path] = burden.index(min(burden))
+        self._numbers += 1
+        opened = OpenShard(self._numbers, shard, self._lane_of[shard.path], journalled(shard))
+        self._shards[opened.number] = opened
+        self._outbox.put((opened.lane, {"open": opened.number, "control": str(control)}, ()))
+        return opened
+
+    def submit(self, jobs: list[tuple[OpenShard, int, list[Piece]]]) -> None:
+        """Hand over the complete samples of a forward; the journals tell what becomes of them."""
+        for lane in {shard.lane for shard, _, _ in jobs}:
+            own = [job for job in jobs if job[0].lane == lane]
+            message = {
+                "write": [
+                    [shard.number, sample, [[piece.slab.number, piece.start, piece.stop] for piece in pieces]]
+                    for shard, sample, pieces in own
+                ]
+            }
+            events = {id(piece.ready): piece.ready for _, _, pieces in own for piece in pieces}
+            self._outbox.put((lane, message, tuple(events.values())))
+
+    def retire(self, shard: OpenShard) -> None:
+        """No more samples of it will come."""
+        self._shards.pop(shard.number, None)
+        self._outbox.put((shard.lane, {"retire": shard.number}, ()))
+
+    def close(self) -> None:
+        """Finish what was submitted and end the lanes."""
+        self._closing = True
+        self._outbox.put(None)
+        for thread in self._threads:
+            thread.join()
+        for process in self._processes:
+            process.wait()
+        os.close(self._ring.descriptor)
+
+    def fail(self, error: str) -> None:
+        """Keep the first error, and tell the client that may be waiting for a journal line."""
+        if self.first_error is None:
+            self.first_error = error
+            with contextlib.suppress(OSError):  # that disk is full too: replies carry the error as well
+                write_atomically(self._error_path, json.dumps({"error": error}) + "\n")
+
+    def _send_all(self) -> None:
+        while (item := self._outbox.get()) is not None:
+            lane, message, events = item
+            try:
+                for event in events:
+                    if event is not None:
+                        event.synchronize()
+            except RuntimeError as error:  # of CUDA: these rows never arrived
+                self.fail(f"rows could not be copied from the device: {error}")
+                continue
+            data = memoryview((json.dumps(message) + "\n").encode())
+            with contextlib.suppress(BrokenPipeError):  # the lane is gone: its listener says so
+                while data:
+                    data = data[os.write(self._pipes[lane], data) :]
+        for pipe in self._pipes:
+            os.close(pipe)
+
+    def _listen(self, lane: int, incoming: int) -> None:
+        with open(incoming) as lines:
+            for line in lines:
+                if not line.endswith("\n"):
+                    break  # the lane died in the middle of it
+                message = json.loads(line)
+                for slab in message.get("free", ()):
+                    self._ring.release(self._ring.slabs[slab])
+                for number, sample in message.get("refused", ()):
+                    if number in self._shards:
+                        self._shards[number].taken.discard(sample)
+                if message.get("complete") in self._shards:
+                    self._shards[message["complete"]].complete = True
+                if "error" in message:
+                    self.fail(message["error"])
+        if not self._closing:
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            self.fail(f"writer stopped at {stamp}: the process of lane {lane} ended; see the server's log")
 
 
-def _non_finite(pieces: tuple[Piece, ...]) -> str | None:
-    """Name the first NaN or infinity of a sample by tensor, token and column; None if there is
-    none."""
-    first_token = 0
-    for piece in pieces:
-        suspects = (~torch.isfinite(piece.sums)).nonzero().tolist()
-        for token, column in suspects:
-            name = ("aux", "final")[column]
-            row = getattr(piece, name)[token]
-            bad = (~torch.isfinite(row)).nonzero().flatten()
-            if bad.numel():
-                index = int(bad[0])
-                return (
-                    f"{name}[{first_token + token}, {index}] is {row[index].item()},"
-                    f" {bad.numel()} of {row.numel()} values of this token are not finite"
-                )
-        first_token += piece.ids.numel()
-    return None
-
-
-def _write_rows(descriptor: int, rows: torch.Tensor, offset: int, digest: Any) -> int:
-    """Hash and write one tensor block by block; return the offset behind it."""
-    view = _bytes_of(rows)
-    for start in range(0, len(view), BLOCK_BYTES):
-        block = view[start : start + BLOCK_BYTES]
-        digest.update(block)
-        done = 0
-        while done < len(block):
-            done += os.pwrite(descriptor, block[done:], offset + start + done)
-    return offset + len(view)
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # (bytes,)
+def _start_process(order: dict) -> subprocess.Popen:
+    """Start a lane; it holds the other ends of the pipes from now on."""
+    descriptors = (order["memory"], order["incoming"], order["outgoing"])
+    process = subprocess.Popen(
+        [sys.executable, "-m", LANE_MODULE, json.dumps(order)], stdin=subprocess.DEVNULL, pass_fds=descriptors
+    )
+    os.close(order["incoming"])
+    os.close(order["outgoing"])
+    return process
