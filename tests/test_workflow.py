@@ -14,8 +14,9 @@ from conftest import ROOT
 CHUNKED = ("write_prompts", "generate_conversations", "tokenize_conversations", "capture_hidden")
 # Which module may import which: only those before it. The order of reading in aerie/__init__.py.
 ORDER = [
-    "artifact", "progress", "container", "image", "config", "server", "target", "prompts", "conversations", "tokens",
-    "hidden", "vocab", "drafter", "training", "acceptance", "checkpoint", "export", "arms", "figures", "report",
+    "artifact", "progress", "container", "image", "config", "gpus", "warm", "server", "target", "prompts",
+    "conversations", "tokens", "hidden", "capture", "convert", "vocab", "drafter", "training", "acceptance",
+    "checkpoint", "export", "arms", "figures", "report",
 ]  # fmt: skip
 
 

@@ -28,8 +28,9 @@ MANIFEST = "MANIFEST.sha256"
 PARTIAL = ".partial"  # in the name of every unfinished file or folder
 
 # What lives beside the artifacts without being one: logs and timings (volatile by nature), unfinished
-# work and checkpoints (superseded by what is published from them), the caches of kernels.
-VOLATILE_FOLDERS = ("logs", "benchmarks", "checkpoints", "runs")
+# work and checkpoints (superseded by what is published from them), the caches of kernels, and conversions
+# for other trainers (made on demand, each with a manifest of its own).
+VOLATILE_FOLDERS = ("logs", "benchmarks", "checkpoints", "runs", "exports")
 
 
 class ArtifactError(RuntimeError):
