@@ -6,6 +6,7 @@
     toy-target     OUT/       a Llama (4 layers, D = 128) that learned the code tables of the Python
                               library for about a minute: asked for a row, it goes on with the next rows
                               to the end of a block, sure of most tokens, so a drafter is accepted
+    FAMILY         OUT/       random, 4 layers, D = 64: any key of FAMILIES, a model_type of transformers
     toy-prompts    OUT.jsonl  {id, messages} from tables that toy-target was not trained on
 
     python tests/make_models.py tiny-llama /tmp/tiny-llama
@@ -43,6 +44,7 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -67,6 +69,109 @@ FEWEST_TABLES = 60  # Python 3.11 has 70
 # A row as the sources write it: '\u0433'   #  0xE3 -> CYRILLIC SMALL LETTER GHE
 ROW = re.compile(r"#\s+0x([0-9A-Fa-f]{2,4}) -> (?!<control>|UNDEFINED)(\S.*)")
 REPORT_EVERY_S = 5.0
+
+# The random models of the families: config.json is COMMON with the keys of an entry over it. An entry says what its
+# family has of its own, and what SGLang reads from published config.json files though transformers knows no such key.
+COMMON: dict[str, object] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": CONTEXT_TOKENS,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "dtype": "float32",
+}
+WINDOWS = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"] * 2}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+LOCAL_EXPERTS = {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2}
+DEEPSEEK_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT_ATTENTION = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+FAMILIES: dict[str, dict[str, object]] = {
+    "deepseek_v2": {
+        **LATENT_ATTENTION,
+        **DEEPSEEK_EXPERTS,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        # Yarn, as SGLang's CPU rope knows no other; mscale_all_dim 0, as transformers forgets it in this family.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.0,
+        },
+    },
+    "exaone_moe": {
+        **EXPERTS,
+        "architectures": ["ExaoneMoEForCausalLM"],
+        "num_shared_experts": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "is_moe_layer": [False, True, True, True],
+        # On a CPU SGLang refuses a pattern; everywhere its theta is 1e6 and its windows are one token wider.
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": CONTEXT_TOKENS,
+        "sliding_window_pattern": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "gemma3_text": {**WINDOWS, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
+    "gemma4_text": {
+        **WINDOWS,
+        "global_head_dim": 16,
+        "swa_head_dim": 16,
+        "swa_v_head_dim": 16,
+        "swa_num_key_value_heads": 2,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "final_logit_softcapping": None,
+        "tie_word_embeddings": True,
+    },
+    "glm4_moe": {**DEEPSEEK_EXPERTS, "use_qk_norm": True},
+    "glm4_moe_lite": {**LATENT_ATTENTION, **DEEPSEEK_EXPERTS, "head_dim": 8},
+    "gpt_oss": {**WINDOWS, **LOCAL_EXPERTS, "swiglu_limit": 7.0},
+    "mellum": {**WINDOWS, **EXPERTS},
+    "minimax_m2": {
+        **LOCAL_EXPERTS,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "rotary_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "ministral3": {},
+    "mistral": {"sliding_window": None},
+    "phi3": {"sliding_window": None},
+    "qwen2": {},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
+    "qwen3": {},
+    "qwen3_moe": EXPERTS,
+}
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # ids 0, 1, 2
 # Every turn is closed before the next one opens, so the render of the first k turns is a prefix of
@@ -262,6 +367,15 @@ def tiny_deepseek(path: Path | str) -> None:
     _publish_folder(Path(path), model, config)
 
 
+def tiny_family(path: Path | str, family: str) -> None:
+    """Random model at `path` of a family, a model_type of transformers that FAMILIES has an entry for."""
+    entry = FAMILIES[family]
+    config = AutoConfig.for_model(family, **copy.deepcopy(COMMON | entry))
+    model = AutoModelForCausalLM.from_config(config)
+    _draw_weights(model, head_gain=3.0)
+    _publish_folder(Path(path), model, {**config.to_dict(), "architectures": [type(model).__name__], **entry})
+
+
 def toy_target(path: Path | str, steps: int = TOY_STEPS, say: Callable[[str], None] | None = None) -> Toy:
     """Train a Llama (4 layers, D = 128) on the training conversations; fp32 folder at `path`.
 
@@ -278,8 +392,8 @@ def toy_target(path: Path | str, steps: int = TOY_STEPS, say: Callable[[str], No
     return toy
 
 
-def reference_model(path: Path | str, attention: str = "sdpa") -> PreTrainedModel:
-    """Load any folder made here in transformers, fp32, eval mode, `attention` "sdpa" or "eager"."""
+def reference_model(path: Path | str, attention: str | None = None) -> PreTrainedModel:
+    """Load any folder made here in transformers, fp32, eval mode; `attention` "sdpa" or "eager", None: its default."""
     path = Path(path)
     config = json.loads((path / "config.json").read_text("utf-8"))
     kimi = config["model_type"] == "kimi_k2"
@@ -393,18 +507,23 @@ def _draw_weights(model: PreTrainedModel, head_gain: float) -> None:
     """Seeded weights that keep the residual stream at scale 1 and every tensor worth loading.
 
     Matrices have the deviation 1/sqrt(fan_in), those that write into the residual stream half of it,
-    embeddings 1; norms are 1 ± 0.1 and routing biases ± 0.1, so that one left out shows.
+    embeddings 1 (after the factor of those families that scale them); norms are 1 ± 0.1, biases ± 0.1 and attention
+    sinks 1, so that one left out shows.
     `head_gain` is the scale of the logits.
     """
     generator = torch.Generator().manual_seed(SEED)
     for name, tensor in sorted(model.state_dict().items()):  # names the same tensors, sorted for the seed
         noise = torch.randn(tensor.shape, generator=generator)
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith("sinks"):
+            tensor.copy_(noise.bfloat16())  # SGLang holds them so, whatever the dtype of the model
+        elif name.endswith("bias"):
             tensor.copy_(0.1 * noise)
-        elif tensor.dim() == 1:
-            tensor.copy_(1 + 0.1 * noise)
+        elif tensor.dim() == 0:
+            continue  # a constant
+        elif tensor.dim() == 1:  # norms: 1, or 0 where the family adds the 1 itself
+            tensor.copy_(tensor.round() + 0.1 * noise)
         elif name.endswith("embed_tokens.weight"):
-            tensor.copy_(noise)
+            tensor.copy_(noise / getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0))
         else:
             writes_residual = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
             gain = head_gain if name == "lm_head.weight" else 0.5 if writes_residual else 1.0
@@ -510,7 +629,7 @@ def _batches(samples: Sequence[list[int]]) -> Iterator[tuple[torch.Tensor, torch
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make the small models of the end-to-end tests.")
-    parser.add_argument("what", choices=["tiny-llama", "tiny-deepseek", "toy-target", "toy-prompts"])
+    parser.add_argument("what", choices=["tiny-llama", "tiny-deepseek", *FAMILIES, "toy-target", "toy-prompts"])
     parser.add_argument("out", type=Path, help="folder (models) or .jsonl file (prompts) to make")
     parser.add_argument("--steps", type=int, default=TOY_STEPS, help="of toy-target (default %(default)s)")
     parser.add_argument("--count", type=int, default=64, help="of toy-prompts (default %(default)s)")
@@ -524,6 +643,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         tiny_llama(args.out)
     elif args.what == "tiny-deepseek":
         tiny_deepseek(args.out)
+    elif args.what in FAMILIES:
+        tiny_family(args.out, args.what)
     elif args.what == "toy-target":
         toy = toy_target(args.out, args.steps, say=lambda line: print(line, file=sys.stderr, flush=True))
         print(f"toy-target: final loss {toy.final_loss:.3f} after {toy.wall_s:.0f} s", file=sys.stderr)

@@ -18,6 +18,7 @@ import torch
 
 import aerie_cpu_kernels
 import sgl_kernel
+from aerie_cpu_kernels import fused_steps
 
 KERNELS = Path(__file__).parents[1] / "containers" / "cpu_kernels"
 SHAPES = {"gqa": (6, 2, 16, 16), "one_to_one": (3, 3, 8, 8), "absorbed_mla": (4, 1, 24, 16)}  # H, G, D, E
@@ -59,8 +60,8 @@ class Cache:
         return torch.tensor(self.lengths)
 
 
-def naive_attention(query, keys, values, visible, scale):
-    """query [N, H, D], keys [L, G, D], values [L, G, E], visible [N][L] → [N, H, E] in fp64."""
+def naive_attention(query, keys, values, visible, scale, sinks=None):
+    """query [N, H, D], keys [L, G, D], values [L, G, E], visible [N][L], sinks [H] or None → [N, H, E] in fp64."""
     new, heads, _ = query.shape
     output = torch.zeros(new, heads, values.shape[2], dtype=torch.float64)
     for token in range(new):
@@ -70,8 +71,9 @@ def naive_attention(query, keys, values, visible, scale):
             scores = [float(query[token, head].double() @ keys[p, group].double()) * scale for p in seen]
             largest = max(scores)
             weights = [math.exp(score - largest) for score in scores]
+            total = sum(weights) + (0.0 if sinks is None else math.exp(float(sinks[head]) - largest))
             for weight, position in zip(weights, seen, strict=True):
-                output[token, head] += weight / sum(weights) * values[position, group].double()
+                output[token, head] += weight / total * values[position, group].double()
     return output
 
 
@@ -121,8 +123,9 @@ def assert_extend_equals_loops(cache, new, visible, **options):
     for request, count in enumerate(new):
         slots = cache.slots(request)
         expected = naive_attention(
-            query[start : start + count], cache.keys[slots], cache.values[slots], visible(request, count), 0.3
-        )
+            query[start : start + count], cache.keys[slots], cache.values[slots], visible(request, count), 0.3,
+            options.get("sinks"),
+        )  # fmt: skip
         torch.testing.assert_close(
             output[start : start + count].double(), expected, atol=TOLERANCE[cache.dtype], rtol=TOLERANCE[cache.dtype]
         )
@@ -181,6 +184,34 @@ def test_prefill_stays_within_the_sliding_window(new):
     )
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("new", [[1, 7, 3, 20], [3, 3, 3, 3]], ids=["uneven", "even"])
+def test_a_sink_takes_its_share_of_a_prefill(shape, dtype, window, new):
+    lengths = [1, 12, 9, 20] if max(new) > 3 else [3, 12, 9, 20]
+    cache = Cache(shape, dtype, lengths)
+
+    def visible(request, count):
+        return causal(count, lengths[request], window)
+
+    assert_extend_equals_loops(cache, new, visible, window=window, sinks=cache.random(cache.heads))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_sink_takes_its_share_of_a_decoding_step(shape):
+    lengths = [1, 12, 5]
+    cache = Cache(shape, torch.float32, lengths)
+    query, sinks = cache.random(3, cache.heads, cache.key_width), cache.random(cache.heads).bfloat16()
+    output = decode(cache, query, None, None, sinks=sinks)
+    for request, length in enumerate(lengths):
+        slots = cache.slots(request)
+        expected = naive_attention(
+            query[request][None], cache.keys[slots], cache.values[slots], causal(1, length), 0.3, sinks
+        )
+        torch.testing.assert_close(output[request][None].double(), expected, atol=2e-6, rtol=2e-6)
+
+
 @pytest.mark.parametrize("new", [[9, 2], [2, 2]], ids=["uneven", "even"])
 def test_prefill_reads_the_cache_where_no_new_keys_are_passed(new):
     cache = Cache("gqa", torch.float32, [9, 6])
@@ -211,7 +242,6 @@ def test_verification_sees_the_prefix_and_the_ancestors_in_the_tree(shape, dtype
     ("call", "changed", "named"),
     [
         ("decode", {"logit_cap": 30.0}, "logit_cap"),
-        ("decode", {"sinks": torch.zeros(6)}, "sinks"),
         ("decode", {"k_scale": 0.5}, "scaled_cache"),
         ("extend", {"is_cross_attn": True}, "cross_attention"),
         ("extend", {"is_causal": False}, "non_causal"),
@@ -435,6 +465,36 @@ def test_ids_move_one_place_to_the_left_and_the_new_token_comes_last(select):
         ids, torch.tensor([0, 3, 3]), torch.tensor([3, 0, 4]), torch.tensor([[90], [91], [92]]), select
     )
     assert ids.tolist() == ([11, 12, 90, 14, 15, 16, 92] if select is None else [11, 90, 12, 14, 92, 16, 16])
+
+
+def test_the_gated_shared_expert_is_added_in_place():
+    generator = torch.Generator().manual_seed(3)
+    states, shared, routed = (torch.randn(5, 8, generator=generator) for _ in range(3))
+    weight = torch.randn(8, generator=generator)
+    expected = routed.clone()
+    for token in range(5):
+        gate = 1 / (1 + math.exp(-sum(float(states[token, column] * weight[column]) for column in range(8))))
+        expected[token] += gate * shared[token]
+    fused_steps.add_gated(states, weight, shared, routed)
+    torch.testing.assert_close(routed, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_queries_and_keys_split_over_two_ranks_are_normalised_as_one_row():
+    generator = torch.Generator().manual_seed(4)
+    queries, keys = torch.randn(5, 12, generator=generator), torch.randn(5, 4, generator=generator)
+    weights = torch.randn(12, generator=generator), torch.randn(4, generator=generator)
+    ranks = [(queries[:, :6], keys[:, :2]), (queries[:, 6:], keys[:, 2:])]
+    sums = sum(fused_steps.sums_of_squares(*rank) for rank in ranks)
+    halves = [
+        fused_steps.normalise(*rank, weights[0][part], weights[1][other], sums, tp_world=2, eps=1e-6)
+        for rank, part, other in zip(ranks, (slice(6), slice(6, 12)), (slice(2), slice(2, 4)), strict=True)
+    ]
+    for position, (whole, weight) in enumerate(zip((queries, keys), weights, strict=True)):
+        joined = torch.cat([half[position] for half in halves], 1)
+        for row, values in zip(joined, whole.tolist(), strict=True):
+            root = math.sqrt(sum(value * value for value in values) / len(values) + 1e-6)
+            expected = torch.tensor([value / root for value in values]) * weight
+            torch.testing.assert_close(row, expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,22 @@ def test_hidden_states_are_finite_and_of_scale_one(name, attention, folders):
     assert 1.0 < output.logits.std() < 5.0  # greedy choices are clear of rounding
 
 
+@pytest.mark.parametrize("family", make_models.FAMILIES)
+def test_a_family_is_made_the_same_twice_and_every_layer_of_its_reference_matters(family, tmp_path):
+    for name in (family, "again"):
+        make_models.tiny_family(tmp_path / name, family)
+    assert sorted(digests(tmp_path / family)) == FOLDER
+    assert digests(tmp_path / family) == digests(tmp_path / "again")
+    model = make_models.reference_model(tmp_path / family)
+    assert model.config.model_type == family
+    ids = torch.randint(3, 512, (1, 200), generator=torch.Generator().manual_seed(1))  # (B, T)
+    with torch.no_grad():
+        states = model(input_ids=ids, output_hidden_states=True).hidden_states
+    assert len(states) == config_of(tmp_path / family)["num_hidden_layers"] + 1 == 5
+    assert all(state.isfinite().all() and 0.5 < state.pow(2).mean().sqrt() < 4.0 for state in states)
+    assert all((after - before).pow(2).mean().sqrt() > 0.1 for before, after in itertools.pairwise(states))
+
+
 def test_sdpa_and_eager_attention_agree(folders):
     ids = torch.arange(3, 103)[None]  # (1, T)
     for folder in folders.values():

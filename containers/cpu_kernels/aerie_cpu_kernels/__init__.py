@@ -33,14 +33,18 @@ def absorbed_mla(attention, forward_batch):
 
 
 def activate():
-    """Registers the two changes. Called by SGLang's `load_plugins`."""
+    """Registers the changes above and those of `fused_steps`. Called by SGLang's `load_plugins`."""
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from aerie_cpu_kernels import fused_steps
 
     HookRegistry.register(
         "sglang.srt.arg_groups.overrides._attention_backend_platform_fallbacks",
         keep_intel_amx,
         HookType.AROUND,
     )
+    for target, name in fused_steps.REPLACED.items():
+        HookRegistry.register(target, getattr(fused_steps, name), HookType.REPLACE)
     for backend in ("intel_amx", "torch_native"):
         AttentionBackendRegistry.register(backend, absorbed_mla)

@@ -2,6 +2,9 @@
 
 SGLang imports these names at module level when SGLANG_USE_CPU_ENGINE=1; importing the package also
 registers the two attention operators of the torch library `sgl_kernel`.
+
+Names and arguments are those of SGLang 0.5.20 and 0.5.23 (`tests/test_releases.py`). 0.5.18 and earlier call the attention
+operators without the scales of the cache and end at the first request.
 """
 
 from . import attention as attention

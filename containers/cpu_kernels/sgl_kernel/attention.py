@@ -55,6 +55,21 @@ def _seen(query_positions, key_positions, window):
     return seen & (key_positions > query_positions - window) if window > 0 else seen
 
 
+def _attend_with_sinks(query, keys, values, seen, scale, sinks):
+    """Attention written out, because torch's own knows no sinks; in fp32.
+
+    A sink is a key without a value, one per head: it takes its share of the softmax and adds nothing (gpt-oss).
+    query [B, N, H, D], keys [B, L, G, D], values [B, L, G, E], seen bool [B, N, L], sinks [H] → [B, N, H, E].
+    """
+    repeats = query.shape[2] // keys.shape[2]
+    keys, values = (part.float().repeat_interleave(repeats, 2) for part in (keys, values))  # [B, L, H, D or E]
+    scores = torch.einsum("bnhd,blhd->bhnl", query.float(), keys) * scale  # [B, H, N, L]
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)  # [B, H, N, L]
+    column = sinks.float()[:, None, None].expand(*scores.shape[:3], 1)  # [B, H, N, 1]
+    weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]  # [B, H, N, L]
+    return torch.einsum("bhnl,blhe->bnhe", weights, values).to(query.dtype)  # [B, N, H, E]
+
+
 def _attend_short(query, keys, values, seen, scale):
     """Few queries per request: the H/G query heads of a key head become rows of one matrix product.
 
@@ -95,7 +110,9 @@ def _attend_long(query, keys, values, seen, scale):
     return output[0].transpose(0, 1)[..., :width]
 
 
-def _attend_batch(query, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, scale, window, tree_mask=None):
+def _attend_batch(
+    query, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, scale, window, sinks=None, tree_mask=None
+):  # fmt: skip
     """The last N tokens of every request attend to all its slots: query [B, N, H, D] → [B, N, H, E]."""
     new = query.shape[1]
     positions = torch.arange(int(seq_lens.max()))  # [L] of the longest request
@@ -106,7 +123,10 @@ def _attend_batch(query, k_cache, v_cache, req_to_token, req_pool_indices, seq_l
         seen &= (positions < first) | tree_mask.gather(2, columns.expand_as(seen))
     slots = req_to_token[req_pool_indices, : positions.numel()]  # [B, L]
     slots = torch.where(positions < seq_lens[:, None], slots, slots[:, :1])  # nothing of another request
-    return _attend_short(query, *_gather_pair(k_cache, v_cache, slots), seen, scale)
+    keys, values = _gather_pair(k_cache, v_cache, slots)  # [B, L, G, D], [B, L, G, E]
+    if sinks is not None:
+        return _attend_with_sinks(query, keys, values, seen, scale, sinks)
+    return _attend_short(query, keys, values, seen, scale)
 
 
 def decode_attention_cpu(
@@ -116,13 +136,12 @@ def decode_attention_cpu(
     """Writes the new keys and values to the cache, then fills `output` with the attention of one token per request.
 
     query [B, H, D], k_cache [M, G, D], v_cache [M, G, E], output [B, H, E], key [B, G, D] and value [B, G, E] (or
-    None: already written), loc [B] their slots, seq_lens int64 [B] with the new token. `attn_logits` is scratch of
-    the compiled kernel and stays unused. Raises NotImplementedError for cross attention, sinks, a logit cap or a
-    scaled FP8 cache.
+    None: already written), loc [B] their slots, seq_lens int64 [B] with the new token, sinks [H] or None.
+    `attn_logits` is scratch of the compiled kernel and stays unused. Raises NotImplementedError for cross attention,
+    a logit cap or a scaled FP8 cache.
     """
     _refuse_unsupported(
-        cross_attention=is_cross_attn, sinks=sinks is not None, logit_cap=logit_cap > 0,
-        scaled_cache=k_scale != 1.0 or v_scale != 1.0,
+        cross_attention=is_cross_attn, logit_cap=logit_cap > 0, scaled_cache=k_scale != 1.0 or v_scale != 1.0
     )  # fmt: skip
     if key is not None:
         k_cache.index_copy_(0, loc, key)
@@ -132,7 +151,7 @@ def decode_attention_cpu(
         output.copy_(
             _attend_batch(
                 query[:, None], k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
-                sm_scale, sliding_window_size,
+                sm_scale, sliding_window_size, sinks,
             )[:, 0]
         )  # fmt: skip
 
@@ -147,11 +166,11 @@ def extend_attention_cpu(
     q_extend [T, H, D], k_buffer [M, G, D], v_buffer [M, G, E] (the new keys and values are already in them;
     k_extend [T, G, D], v_extend [T, G, E] repeat them or are None), o_extend [T, H, E], seq_lens int64 [B] with the
     new tokens, extend_seq_lens and extend_start_loc [B] the part of T that is the request's.
-    `tree_mask` bool [B*N*N] or None: which new token sees which, for N new tokens in every request.
-    Raises NotImplementedError for cross attention, sinks, a logit cap, a scaled FP8 cache or non-causal attention.
+    `tree_mask` bool [B*N*N] or None: which new token sees which, for N new tokens in every request. sinks [H] or None.
+    Raises NotImplementedError for cross attention, a logit cap, a scaled FP8 cache or non-causal attention.
     """
     _refuse_unsupported(
-        cross_attention=is_cross_attn, sinks=sinks is not None, logit_cap=logit_cap > 0,
+        cross_attention=is_cross_attn, logit_cap=logit_cap > 0,
         scaled_cache=k_scale != 1.0 or v_scale != 1.0, non_causal=not is_causal,
     )  # fmt: skip
     batch, total = seq_lens.numel(), q_extend.shape[0]
@@ -162,7 +181,7 @@ def extend_attention_cpu(
             tree_mask = tree_mask.view(batch, max_len_extend, max_len_extend)
         attended = _attend_batch(
             q_extend.unflatten(0, (batch, max_len_extend)), k_buffer, v_buffer, req_to_token,
-            req_pool_indices, seq_lens, sm_scale, sliding_window_size, tree_mask,
+            req_pool_indices, seq_lens, sm_scale, sliding_window_size, sinks, tree_mask,
         )  # fmt: skip
         o_extend.copy_(attended.flatten(0, 1))
         return
@@ -173,10 +192,14 @@ def extend_attention_cpu(
             keys, values = k_extend[part], v_extend[part]
         else:
             keys, values = _gather_pair(k_buffer, v_buffer, req_to_token[row, :length])
-        if prefix or 0 < sliding_window_size < length:
+        if prefix or sinks is not None or 0 < sliding_window_size < length:
             positions = torch.arange(length)
             seen = _seen(positions[prefix:, None], positions, sliding_window_size)  # [N, L]
-        o_extend[part] = _attend_long(q_extend[part], keys, values, seen, sm_scale)
+        if sinks is not None:
+            attended = _attend_with_sinks(q_extend[part][None], keys[None], values[None], seen[None], sm_scale, sinks)
+            o_extend[part] = attended[0]
+        else:
+            o_extend[part] = _attend_long(q_extend[part], keys, values, seen, sm_scale)
 
 
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
