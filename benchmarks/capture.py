@@ -176,12 +176,12 @@ def ask(engine: server.Server, shape: str, count: int, concurrency: int) -> floa
         for number, ids in enumerate(prompts(shape, count))
     )  # fmt: skip
 
-    def on_reply(number: int, reply: server.Reply) -> None:
+    def on_reply(numbers: list[int], reply: server.Reply) -> None:
         if reply.status != 200:
-            raise RuntimeError(f"request {number}: HTTP {reply.status}: {reply.body}")
+            raise RuntimeError(f"requests {numbers}: HTTP {reply.status}: {reply.body}")
 
     began = time.perf_counter()
-    engine.ask_all(requests, concurrency, on_reply)
+    engine.ask_all(capture.in_groups(requests, concurrency), min(concurrency, capture.REQUESTS), on_reply)
     return time.perf_counter() - began
 
 

@@ -124,6 +124,8 @@ def main(argv: list[str] | None = None) -> None:
         return {"AERIE_CAPTURE_CONFIG": str(path.resolve())}
 
     unfinished = arguments.output.with_suffix(artifact.PARTIAL)
+    per_token = hidden.token_bytes(len(layers), manifest["facts"]["hidden_size"], arguments.state_dtype)
+    capture.require_room(unfinished, len(tensors["input_ids"]) * per_token)
     flags = server.capture_flags(arguments.device, deterministic)
     same = {**wish, "dtype": arguments.state_dtype, "threads": arguments.writer_threads}
     try:
@@ -165,7 +167,6 @@ def main(argv: list[str] | None = None) -> None:
             }
             shards = lay_out(tensors, described, metadata, unfinished, arguments.shard_bytes)
             serial = f"{zlib.crc32(str(arguments.output.resolve()).encode()):010d}"  # a warm server serves many chunks
-            capture.require_room(shards)
 
             def check(work: capture.Work) -> capture.Measured:
                 rows = math.ceil(arguments.checked_rows / len(shards))

@@ -21,8 +21,10 @@ conversations; those of the last step where there are no held-out rows. metrics.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import os
 import signal
 import time
 from pathlib import Path
@@ -32,7 +34,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from aerie import acceptance, artifact, checkpoint, drafter, hidden, training, vocab
+from aerie import acceptance, artifact, checkpoint, drafter, gpus, hidden, training, vocab
 from aerie.drafter import DrafterError
 from aerie.hidden import Sample
 from aerie.progress import say
@@ -170,7 +172,10 @@ def main(argv: list[str] | None = None) -> None:
     previous = {s: signal.signal(s, lambda number, _: stop_signals.append(number))
                 for s in (signal.SIGTERM, signal.SIGINT)}  # fmt: skip
     try:
-        status = train(arguments, stop_signals)
+        with contextlib.ExitStack() as held:
+            if arguments.device == "cuda":  # before CUDA looks: a server that is kept between jobs has GPUs of its own
+                os.environ.update(held.enter_context(gpus.slots(1)).environment)
+            status = train(arguments, stop_signals)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -213,7 +218,7 @@ def train(arguments: argparse.Namespace, stop_signals: list[int]) -> int:
     lengths = [len(sample.input_ids) for sample in samples]
     held_out_batches = [
         [held_out[number] for number in sorted(batch)]
-        for batch in training.epoch_batches(
+        for batch in hidden.epoch_batches(
             [len(sample.input_ids) for sample in held_out], arguments.tokens_per_batch, arguments.seed, 0
         )
     ]
@@ -250,7 +255,7 @@ def train(arguments: argparse.Namespace, stop_signals: list[int]) -> int:
 
     def batches_of(epoch: int) -> list[list[int]]:
         while len(epochs) <= epoch:
-            epochs.append(training.epoch_batches(lengths, arguments.tokens_per_batch, arguments.seed, len(epochs)))
+            epochs.append(hidden.epoch_batches(lengths, arguments.tokens_per_batch, arguments.seed, len(epochs)))
         return epochs[epoch]
 
     total_steps = arguments.steps or sum(len(batches_of(epoch)) for epoch in range(arguments.epochs))

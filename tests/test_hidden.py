@@ -10,6 +10,7 @@ import pytest
 import torch
 import xxhash
 
+import drafting
 from aerie import artifact, hidden
 from aerie.artifact import ArtifactError
 from aerie.hidden import PartialShard
@@ -515,3 +516,60 @@ def test_greedy_agreement_counts_rows_whose_argmax_follows():
 
 def test_ids_are_hashed_as_little_endian_int32():
     assert hidden.ids_sha256(torch.tensor([1, 258])) == hashlib.sha256(b"\1\0\0\0\2\1\0\0").hexdigest()
+
+
+def many_chunks(folder, count, samples=50, tokens=1000):
+    """Manifests of `count` chunks whose shards have the right size and nothing in them: whoever reads one fails."""
+    manifests = []
+    for number in range(count):
+        path = folder / "hidden" / f"{number:05d}.json"
+        shard = path.with_suffix("") / "shard-00000.safetensors"
+        shard.parent.mkdir(parents=True)
+        with open(shard, "wb") as file:
+            file.truncate(1 << 20)
+        entries = [
+            {"id": f"{number}-{i}", "held_out": i % 10 == 0, "shard": 0, "position": i, "tokens": tokens + i, "ids_sha256": "",
+             "mask_xxh3": "", "rows_xxh3": ""} for i in range(samples)
+        ]  # fmt: skip
+        shards = [{"name": shard.name, "sha256": "", "bytes": 1 << 20, "tokens": 0}]
+        artifact.write_json(path, {"metadata": {"format": hidden.FORMAT}, "shards": shards, "samples": entries})
+        manifests.append(path)
+    return manifests
+
+
+def test_opening_many_chunks_reads_no_shard(tmp_path):
+    chunks = [hidden.open_chunk(path) for path in many_chunks(tmp_path, 100)]
+    batches = hidden.PackedBatches(chunks, tokens_per_batch=8000, seed=1)  # needs the lengths only
+    assert sum(len(chunk) for chunk in chunks) == 5000 and batches.position == {"epoch": 0, "batch": 0}
+    with pytest.raises(ArtifactError, match="not a readable shard"):
+        next(iter(batches))
+
+
+def test_packed_batches_hold_each_training_sample_once_an_epoch_and_go_on_where_they_were(tmp_path):
+    drafting.write_run(tmp_path)
+    chunks = [hidden.open_chunk(tmp_path / "hidden" / f"{number:05d}.json") for number in range(2)]
+    expected = sorted(sample.id for chunk in chunks for sample in chunk if not sample.held_out)
+
+    def ids(batch):
+        return [sample.id for sample in batch]
+
+    batches = hidden.PackedBatches(chunks, tokens_per_batch=48, seed=3)
+    seen, positions = [], []
+    for batch in batches:
+        assert sum(len(sample.input_ids) for sample in batch) <= 48
+        seen.append(ids(batch))
+        positions.append(batches.position)
+        if batches.position["epoch"] == 2:
+            break
+    first = [batch for batch, position in zip(seen, positions, strict=True) if position["epoch"] == 0]
+    second = [batch for batch, position in zip(seen, positions, strict=True) if position["epoch"] == 1]
+    for epoch in (first, second):
+        assert sorted(name for batch in epoch for name in batch) == expected
+    assert first != second
+    for number in (0, len(first) - 1, len(first) + 1):
+        resumed = iter(hidden.PackedBatches(chunks, tokens_per_batch=48, seed=3, position=positions[number]))
+        assert [ids(next(resumed)) for _ in range(3)] == seen[number + 1 : number + 4]
+    held_out = next(iter(hidden.PackedBatches(chunks, tokens_per_batch=10_000, seed=3, held_out=True)))
+    assert all(sample.held_out for sample in held_out)
+    with pytest.raises(ValueError, match=r"longer samples: .*held-2 \(22\)"):
+        hidden.PackedBatches(chunks, tokens_per_batch=19, seed=3, held_out=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import drafting
-from aerie import training
+from aerie import hidden, training
 from aerie.drafter import DrafterError, pack
 from aerie.training import ttt_loss
 from drafting import naive_of, random_drafter, random_sample
@@ -131,13 +131,13 @@ def test_pre_norm_states_are_normed_before_the_head():
 
 def test_batches_keep_every_document_once_and_the_budget():
     lengths = [7, 3, 5, 8, 2, 6, 4]
-    batches = training.epoch_batches(lengths, 10, seed=3, epoch=0)
+    batches = hidden.epoch_batches(lengths, 10, seed=3, epoch=0)
     assert sorted(number for batch in batches for number in batch) == list(range(7))
     assert all(sum(lengths[number] for number in batch) <= 10 for batch in batches)
-    assert batches == training.epoch_batches(lengths, 10, seed=3, epoch=0)
-    assert batches != training.epoch_batches(lengths, 10, seed=3, epoch=1)
-    assert batches != training.epoch_batches(lengths, 10, seed=4, epoch=0)
-    assert training.epoch_batches([], 10, 0, 0) == []
+    assert batches == hidden.epoch_batches(lengths, 10, seed=3, epoch=0)
+    assert batches != hidden.epoch_batches(lengths, 10, seed=3, epoch=1)
+    assert batches != hidden.epoch_batches(lengths, 10, seed=4, epoch=0)
+    assert hidden.epoch_batches([], 10, 0, 0) == []
 
 
 def test_documents_longer_than_the_budget_are_refused_by_name_with_the_budget_they_need():

@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import itertools
 import json
-import math
 import os
 import random
 import shutil
@@ -34,6 +33,7 @@ from aerie.progress import progress, say
 
 TOP_LOGPROBS = 5  # of the server's distribution after each sample, compared with lm_head · final
 READY_S = 30.0  # the ready file is written before the server answers; this is for a slow shared folder
+REQUESTS = 16  # at once; beyond that, samples share one
 POLL_S = 0.1  # how often the journals are read
 PATIENCE_S = 300.0  # without a new line in any journal, once everything is sent
 HEAD_ROWS = 256  # rows of logits in memory at once
@@ -163,15 +163,14 @@ class Work:
         return len(self.journal.durable) == count == len(self.top) and self.journal.shard_sha256 is not None
 
 
-def require_room(shards: list[hidden.PartialShard]) -> None:
-    """Raise CaptureError where the disk cannot hold the shards that are not laid out yet."""
-    folder = shards[0].folder
-    missing = sum(shard.layout.total_bytes for shard in shards if not shard.path.is_file())
+def require_room(folder: Path, needed: int) -> None:
+    """Raise CaptureError where the disk cannot hold a chunk of `needed` bytes, before any server is started."""
+    laid_out = sum(path.stat().st_size for path in folder.glob("shard-*.safetensors"))
     free = artifact.free_bytes(folder)
-    if missing > free:
+    if needed - laid_out > free:
         raise CaptureError(
-            f"{folder}: no room for the states of this chunk: {missing:,} bytes are needed, {free:,} are free; make "
-            "room there, set results_dir to another disk, or capture fewer prompts per chunk (prompts.rows_per_chunk)"
+            f"{folder}: no room for the states of this chunk: {needed - laid_out:,} bytes are needed, {free:,} are free; "
+            "make room there, set results_dir to another disk, or capture fewer prompts per chunk (prompts.rows_per_chunk)"
         )
 
 
@@ -198,6 +197,17 @@ def interleaved(works: Iterator[Work], run: str, at_once: int) -> Iterator[tuple
                 streams.remove(stream)
             else:
                 yield request
+
+
+def in_groups(
+    requests: Iterator[tuple[Any, dict[str, Any]]], concurrency: int
+) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """Yield ([keys], payload) with several samples in one request where many are in flight: HTTP has its price."""
+    size = max(1, concurrency // REQUESTS)
+    while group := list(itertools.islice(requests, size)):
+        keys, payloads = zip(*group, strict=True)
+        many = {name: [payload[name] for payload in payloads] for name in ("input_ids", "rid")} if size > 1 else {}
+        yield list(keys), payloads[0] | many
 
 
 def refusal(body: Any, sample_id: str, length: int) -> str | None:
@@ -311,17 +321,21 @@ def send(
             work.announce(control, run)
             yield watch.open(work)
 
-    def on_reply(key: tuple[Work, int], reply: server.Reply) -> None:
+    def on_reply(keys: list[tuple[Work, int]], reply: server.Reply) -> None:
         watch.raise_failure()
-        work, position = key
-        sample_id, length = work.shard.metadata["ids"][position], work.shard.lengths[position]
-        defect = f"{sample_id}: HTTP {reply.status}: {reply.body}" if reply.status != 200 else refusal(reply.body, sample_id, length)  # fmt: skip
-        if defect:
-            raise CaptureError(defect)  # the first refusal ends the run: the rest would follow it
-        (top,) = reply.body["meta_info"]["output_top_logprobs"]
-        work.keep(position, [[logprob, token] for logprob, token, *_ in top])
+        if reply.status != 200:
+            names = ", ".join(work.shard.metadata["ids"][position] for work, position in keys)
+            raise CaptureError(f"{names}: HTTP {reply.status}: {reply.body}")
+        bodies = reply.body if isinstance(reply.body, list) else [reply.body]
+        for (work, position), body in zip(keys, bodies, strict=True):
+            defect = refusal(body, work.shard.metadata["ids"][position], work.shard.lengths[position])
+            if defect:
+                raise CaptureError(defect)  # the first refusal ends the run: the rest would follow it
+            (top,) = body["meta_info"]["output_top_logprobs"]
+            work.keep(position, [[logprob, token] for logprob, token, *_ in top])
 
-    engine.ask_all(interleaved(opened(), run, at_once), concurrency, on_reply)
+    requests = in_groups(interleaved(opened(), run, at_once), concurrency)
+    engine.ask_all(requests, min(concurrency, REQUESTS), on_reply)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -397,7 +411,8 @@ def repeat(
     {"samples": ids, "bitwise": whether every stored byte is the same, "largest_difference": absolute}
     """
     positions = [(work, position) for work in works for position in range(len(work.shard.lengths))]
-    chosen = positions[:: math.ceil(len(positions) / count)][:count]
+    drawn = random.Random(0).sample(range(len(positions)), min(count, len(positions)))
+    chosen = [positions[number] for number in sorted(drawn)]
     first = works[0].shard
     shard = hidden.PartialShard(
         folder=first.folder / "repeat",

@@ -146,12 +146,14 @@ def arm_names(config: dict[str, Any]) -> list[str]:
 
 def flags(section: dict[str, Any], *keys: str) -> str:
     """Return keys of a config section as the flags of its script: `max_tokens: 3` → `--max-tokens 3`."""
-    words = []
-    for key in keys:
-        value = section[key]
-        shown = " ".join(map(str, value)) if isinstance(value, list) else {True: "yes", False: "no"}.get(value, value) if isinstance(value, bool) else value  # fmt: skip
-        words.append(f"--{key.replace('_', '-')} {shown}" if shown != "" else "")
-    return " ".join(filter(None, words))
+    shown = {key: _word(section[key]) for key in keys}
+    return " ".join(f"--{key.replace('_', '-')} {word}" for key, word in shown.items() if word)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def server_flags(config: dict[str, Any]) -> str:

@@ -35,6 +35,7 @@ import hashlib
 import itertools
 import json
 import os
+import random
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -546,3 +547,79 @@ def require_one_identity(chunks: dict[str, Chunk]) -> dict[str, Any]:
     if defects:
         raise ArtifactError("states of different captures cannot train one drafter:\n" + "\n".join(defects))
     return {key: reference.metadata[key] for key in IDENTITY}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Batches
+
+
+def epoch_batches(lengths: Sequence[int], tokens_per_batch: int, seed: int, epoch: int) -> list[list[int]]:
+    """Return the batches of one epoch as sample numbers: shuffled by (seed, epoch), packed in that order.
+
+    A batch is closed when the next document would exceed `tokens_per_batch`, which no document may
+    exceed by itself. Nothing is dropped or padded.
+    """
+    assert max(lengths, default=0) <= tokens_per_batch, (max(lengths), tokens_per_batch)
+    order = list(range(len(lengths)))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    batches: list[list[int]] = []
+    room = 0
+    for number in order:
+        if lengths[number] > room:
+            batches.append([])
+            room = tokens_per_batch
+        batches[-1].append(number)
+        room -= lengths[number]
+    return batches
+
+
+class PackedBatches:
+    """Batches of whole samples, at most `tokens_per_batch` tokens each, epoch after epoch without end.
+
+        batches = PackedBatches(chunks, tokens_per_batch=8192, seed=1)
+        for samples in batches:           # list of Sample
+            ...
+            save(batches.position)        # the batch that comes next: {"epoch": 0, "batch": 17}
+
+    A sample is read, and checked, when its batch comes. With the same chunks, budget and seed, a position
+    means the same batch in every process.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        tokens_per_batch: int,
+        seed: int,
+        held_out: bool = False,
+        position: dict[str, int] | None = None,
+    ) -> None:
+        """Take the samples of `chunks` that are held out, or those that are not. Raises ValueError naming every
+        sample that is longer than the budget."""
+        entries = [
+            (chunk, number, entry)
+            for chunk in chunks
+            for number, entry in enumerate(chunk.manifest["samples"])
+            if entry["held_out"] == held_out
+        ]
+        too_long = [
+            f"{entry['id']} ({entry['tokens']:,})" for _, _, entry in entries if entry["tokens"] > tokens_per_batch
+        ]
+        if too_long or not entries:
+            raise ValueError(
+                f"tokens_per_batch {tokens_per_batch:,}: longer samples: {', '.join(too_long)}"
+                if too_long
+                else f"no sample that is {'' if held_out else 'not '}held out in {len(chunks)} chunks"
+            )
+        self._samples = [(chunk, number) for chunk, number, _ in entries]
+        self._lengths = [entry["tokens"] for _, _, entry in entries]
+        self._budget, self._seed = tokens_per_batch, seed
+        self.position = dict(position or {"epoch": 0, "batch": 0})
+
+    def __iter__(self) -> Iterator[list[Sample]]:
+        while True:
+            batches = epoch_batches(self._lengths, self._budget, self._seed, self.position["epoch"])
+            while self.position["batch"] < len(batches):
+                numbers = batches[self.position["batch"]]
+                self.position = {**self.position, "batch": self.position["batch"] + 1}
+                yield [chunk.sample(number) for chunk, number in (self._samples[each] for each in numbers)]
+            self.position = {"epoch": self.position["epoch"] + 1, "batch": 0}

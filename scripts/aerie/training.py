@@ -17,7 +17,6 @@ V target vocabulary, R draft vocabulary, S steps, M valid (row, step) pairs, U t
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,26 +78,6 @@ def require_within_budget(samples: Sequence[Sample], tokens_per_batch: int) -> N
             f"{tokens_per_batch:,}: {', '.join(named)}{' ...' if len(too_long) > len(named) else ''}; "
             f"raise drafter.tokens_per_batch to {longest:,} or more"
         )
-
-
-def epoch_batches(lengths: Sequence[int], tokens_per_batch: int, seed: int, epoch: int) -> list[list[int]]:
-    """Return the batches of one epoch as sample numbers: shuffled by (seed, epoch), packed in that order.
-
-    A batch is closed when the next document would exceed `tokens_per_batch`, which no document exceeds by
-    itself (`require_within_budget`). Nothing is dropped or padded.
-    """
-    assert max(lengths, default=0) <= tokens_per_batch, (max(lengths), tokens_per_batch)
-    order = list(range(len(lengths)))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
-    batches: list[list[int]] = []
-    room = 0
-    for number in order:
-        if lengths[number] > room:
-            batches.append([])
-            room = tokens_per_batch
-        batches[-1].append(number)
-        room -= lengths[number]
-    return batches
 
 
 def learning_rate_at(step: int, total_steps: int, peak: float, warmup_ratio: float) -> float:
