@@ -8,8 +8,8 @@ import pytest
 
 import releases
 from aerie import artifact, hidden
+from capturing import LENGTHS, TOLERANCE, capture_command, largest_differences, prepare, reference_states
 from conftest import ROOT, run, toy_config
-from test_real_capture import LENGTHS, TOLERANCE, capture_command, prepare, reference_states
 
 pytestmark = pytest.mark.image
 
@@ -23,33 +23,21 @@ def with_release(version, command):
     return (*command[:program], "env", f"PYTHONPATH={releases.unzipped(version)}", *command[program:])
 
 
-def largest_differences(sif, models, name, version, **flags):
-    """Capture every index with a release; return {index or "final": largest difference from transformers}."""
-    folder, count = prepare(f"{name}-{version}", models[name])
-    layers = list(range(1, count))
-    output = folder / "hidden" / "00000.json"
-    run(*with_release(version, capture_command(sif, folder, output, layers, **{"--sglang-version": version, **flags})))
-    chunk = hidden.open_chunk(ROOT / output)
-    assert [len(sample.input_ids) for sample in chunk] == LENGTHS * 2
-    expected = reference_states(models[name], chunk)
-    worst = dict.fromkeys([*layers, "final"], 0.0)
-    for sample in chunk:
-        states = expected[sample.id]
-        captured = {index: sample.aux[:, position] for position, index in enumerate(layers)} | {"final": sample.final}
-        for index, rows in captured.items():  # [T, D]
-            difference = (rows - states[-1 if index == "final" else index]).abs().max().item()
-            worst[index] = max(worst[index], difference)
-    shifted = max((sample.aux[:, 0] - expected[sample.id][2]).abs().max().item() for sample in chunk)
-    assert shifted > 100 * TOLERANCE  # a shift of one layer would be seen
-    print(f"{name}, SGLang {version} in the image of {PIN}: largest difference by index: {worst}")
-    return worst
-
-
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-deepseek"])
 def test_every_index_that_the_newest_release_captures_equals_transformers(sif, models, name):
     assert NEWEST != PIN
-    worst = largest_differences(sif, models, name, NEWEST)
+    folder, count = prepare(f"{name}-{NEWEST}", models[name])
+    layers, output = list(range(1, count)), folder / "hidden" / "00000.json"
+    run(*with_release(NEWEST, capture_command(sif, folder, output, layers, **{"--sglang-version": NEWEST})))
+    chunk = hidden.open_chunk(ROOT / output)
+    assert [len(sample.input_ids) for sample in chunk] == LENGTHS * 2
+    assert chunk.metadata["sglang_version"] == NEWEST
+    expected = reference_states(models[name], chunk)
+    worst = largest_differences(chunk, expected)
+    print(f"{name}, SGLang {NEWEST} in the image of {PIN}: largest difference by index: {worst}")
     assert all(difference <= TOLERANCE for difference in worst.values()), worst
+    shifted = max((sample.aux[:, 0] - expected[sample.id][2]).abs().max().item() for sample in chunk)
+    assert shifted > 100 * TOLERANCE  # a shift of one layer would be seen
 
 
 def test_another_release_under_the_pin_is_refused_by_name(sif, models):
