@@ -107,6 +107,8 @@ class Work:
         self.name = name  # of its control file, and in the request ids
         self.replies_path = shard.folder / f"{shard.number:05d}.replies.jsonl"
         self.journal = shard.prepare()
+        if not self.journal.durable:  # perhaps laid out anew: the answers may be those of other samples
+            self.replies_path.unlink(missing_ok=True)
         self._read = shard.journal.stat().st_size
         self.top: dict[int, list[Any]] = {}
         if self.replies_path.is_file():
@@ -335,7 +337,7 @@ def send(
             work.keep(position, [[logprob, token] for logprob, token, *_ in top])
 
     requests = in_groups(interleaved(opened(), run, at_once), concurrency)
-    engine.ask_all(requests, min(concurrency, REQUESTS), on_reply)
+    engine.ask_all(requests, min(concurrency, REQUESTS), on_reply, check=watch.raise_failure)
 
 
 # ----------------------------------------------------------------------------------------------------

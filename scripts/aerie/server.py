@@ -413,6 +413,7 @@ class Server:
         concurrency: int,
         on_reply: Callable[[Any, Reply], None],
         stream: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """POST each payload to /generate, at most `concurrency` at once, and hand over each answer.
 
@@ -420,7 +421,7 @@ class Server:
         `stream` the answer is streamed, and `reply.first_token_s` is the time to its first event.
         Raises ServerError as soon as the server dies; answers that arrived before it are kept.
         """
-        asyncio.run(self._ask_all(requests, concurrency, on_reply, stream))
+        asyncio.run(self._ask_all(requests, concurrency, on_reply, stream, check))
 
     async def _ask_all(
         self,
@@ -428,6 +429,7 @@ class Server:
         concurrency: int,
         on_reply: Callable[[Any, Reply], None],
         stream: bool,
+        check: Callable[[], None],
     ) -> None:
         pending = iter(requests)
         # Shorter than the server's 5 s: a connection must not be taken up while the server closes it.
@@ -439,13 +441,14 @@ class Server:
                     on_reply(key, await _post(client, payload, stream))
 
             workers = [asyncio.create_task(work()) for _ in range(concurrency)]
-            watch = asyncio.create_task(self._until_dead())
+            watch = asyncio.create_task(self._until_dead(check))
             everything = asyncio.gather(*workers)
             try:
                 await asyncio.wait({everything, watch}, return_when=asyncio.FIRST_COMPLETED)
                 if everything.done():
                     await everything
                 else:
+                    await watch  # raises what `check` raised
                     raise ServerError(self._obituary("the server died while it answered"))
             except httpx.TransportError as error:
                 # A dying server closes its connections a moment before its process can be seen to be gone.
@@ -457,8 +460,9 @@ class Server:
                     task.cancel()
                 await asyncio.gather(*workers, watch, return_exceptions=True)
 
-    async def _until_dead(self) -> None:
+    async def _until_dead(self, check: Callable[[], None]) -> None:
         while self.alive():
+            check()
             await asyncio.sleep(POLL_S)
 
 

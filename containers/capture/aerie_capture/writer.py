@@ -24,10 +24,11 @@ from typing import Any
 import torch
 
 from aerie_capture import memory
-from aerie_capture.protocol import FLOAT8, Shard, journalled, write_atomically
+from aerie_capture.protocol import FLOAT8, Shard, journalled
 
 FLOAT8_LARGEST = 448.0  # torch.finfo(torch.float8_e4m3fn).max
 LANE_MODULE = "aerie_capture.lane"  # a process of its own; see there
+RESERVED_BYTES = 4096  # for the error file: the first error may be that the disk is full
 ERROR_FILE = "error.json"  # in the control folder; the client looks for it while it waits
 STORED = {"bfloat16": torch.bfloat16, "float32": torch.float32, FLOAT8: torch.float8_e4m3fn}
 
@@ -74,6 +75,7 @@ class Ring:
         self.slabs = [Slab(i, room[i * size : (i + 1) * size], geometry) for i in range(geometry.slabs)]
         self._free = list(reversed(self.slabs))
         self._changed = threading.Condition()
+        self._broken: str | None = None
 
     @property
     def free(self) -> int:
@@ -82,12 +84,20 @@ class Ring:
     def take(self, count: int, wait_s: float) -> list[Slab]:
         """Return `count` slabs; TimeoutError when the disk has not freed them within `wait_s`."""
         with self._changed:
-            if not self._changed.wait_for(lambda: len(self._free) >= count, timeout=wait_s):
+            self._changed.wait_for(lambda: self._broken or len(self._free) >= count, timeout=wait_s)
+            if len(self._free) < count:
                 raise TimeoutError(
-                    f"{len(self.slabs) - len(self._free)} of {len(self.slabs)} buffers still wait for the disk after"
+                    self._broken
+                    or f"{len(self.slabs) - len(self._free)} of {len(self.slabs)} buffers still wait for the disk after"
                     f" {wait_s:g} s; lower the client's concurrency or use a faster disk"
                 )
             return [self._free.pop() for _ in range(count)]
+
+    def give_up(self, error: str) -> None:
+        """Let nobody wait any longer: who has the slabs may never give them back."""
+        with self._changed:
+            self._broken = error
+            self._changed.notify_all()
 
     def release(self, slab: Slab) -> None:
         """One user of a slab less; the last one frees it."""
@@ -231,6 +241,8 @@ class Writer:
         self.first_error: str | None = None
         self._ring = ring
         self._error_path = error_path
+        self._reserved = error_path.with_suffix(".reserved")
+        self._reserved.write_bytes(b" " * RESERVED_BYTES)
         self._shards: dict[int, OpenShard] = {}
         self._numbers = 0
         self._lane_of: dict[Path, int] = {}  # a data file always meets the same one
@@ -295,8 +307,13 @@ class Writer:
         """Keep the first error, and tell the client that may be waiting for a journal line."""
         if self.first_error is None:
             self.first_error = error
-            with contextlib.suppress(OSError):  # that disk is full too: replies carry the error as well
-                write_atomically(self._error_path, json.dumps({"error": error}) + "\n")
+            self._ring.give_up(error)
+            text = json.dumps({"error": error[: RESERVED_BYTES // 8]}) + "\n"
+            with contextlib.suppress(OSError):  # replies carry the error as well
+                with open(self._reserved, "r+b") as file:  # in the place that it has: the disk may be full
+                    file.write(text.encode())
+                    file.truncate()
+                os.replace(self._reserved, self._error_path)
 
     def _send_all(self) -> None:
         while (item := self._outbox.get()) is not None:
