@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
             "make room there, or set results_dir to another disk; what is durable is kept and the next run continues"
         ) from error
 
-    limits = capture.Limits(arguments.max_logprob_difference, arguments.min_greedy_agreement, arguments.checked_rows)
+    limits = capture.Limits(arguments.max_logprob_difference, arguments.min_greedy_agreement)
     record["gates"] = gates = capture.gates_of(measured, limits)
     if deterministic and arguments.repeated_samples:
         found = record["repeat"]["largest_difference"]

@@ -57,6 +57,25 @@ def in_image(sif, *words):
     return ("apptainer", "exec", "--home", str(ROOT), str(sif), *map(str, words))
 
 
+@pytest.fixture
+def spawn():
+    """Start programs in the checkout that are talked to through pipes; all are gone after the test."""
+    started = []
+
+    def start(*words, **environment):
+        process = subprocess.Popen(
+            [str(word) for word in words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env={**os.environ, **environment},
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
 @pytest.fixture(scope="session")
 def models():
     """Make the models of the real tests; return {name: folder}."""

@@ -2,10 +2,8 @@
 
 import os
 import select
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -46,22 +44,9 @@ def node(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def job():
-    """Start jobs that take GPUs until their input ends; all are gone after the test."""
-    started = []
-
-    def start(count, *words, **environment):
-        process = subprocess.Popen(
-            [sys.executable, "-c", TAKE, str(count), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            cwd=Path(__file__).parents[1], env={**os.environ, **environment},
-        )  # fmt: skip
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+def job(spawn):
+    """Start jobs that take GPUs until their input ends."""
+    return lambda count, *words, **environment: spawn(sys.executable, "-c", TAKE, count, *words, **environment)
 
 
 def took(process):

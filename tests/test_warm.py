@@ -63,21 +63,9 @@ def workflow(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def job(tmp_path, workflow):
-    """Start jobs that hold a lease until their input ends."""
-    started = []
-
-    def start(device="cpu"):
-        process = subprocess.Popen(
-            [*JOB, str(tmp_path), device], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+def job(tmp_path, workflow, spawn):
+    """Start jobs that hold a lease until their input ends; they are gone before the workflow is."""
+    return lambda device="cpu": spawn(*JOB, tmp_path, device)
 
 
 def server_of(process):

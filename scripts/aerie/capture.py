@@ -148,11 +148,13 @@ class Work:
 
     def read_on(self) -> int:
         """Read what the journal got since; return the tokens that became durable."""
-        before = set(self.journal.durable)
         with open(self.shard.journal, "rb") as file:
             file.seek(self._read)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
+        if not whole:
+            return 0
+        before = set(self.journal.durable)
         self._read += len(whole)
         for line in whole.decode().splitlines():
             self.journal.add(line)
@@ -346,11 +348,10 @@ def send(
 
 @dataclass(frozen=True)
 class Limits:
-    """What the gates of a chunk are held against; `checked_rows` of each shard for the agreement."""
+    """What the gates of a chunk are held against."""
 
     max_logprob_difference: float  # nats
     min_greedy_agreement: float  # share of rows
-    checked_rows: int
 
 
 @dataclass(frozen=True)
@@ -374,10 +375,9 @@ def check(work: Work, head: hidden.Head, final: str, computed: torch.dtype, gree
 
     def logits(numbers: list[int]) -> Iterator[torch.Tensor]:
         for begin in range(0, len(numbers), HEAD_ROWS):
-            part = numbers[begin : begin + HEAD_ROWS]
-            states = tensors["states"][part, -1:]  # (rows, 1, D)
-            scales = tensors["scales"][part, -1:] if "scales" in tensors else None
-            yield from head.logits(hidden.restored(states, scales, computed)[:, 0], final)  # (rows, V) -> (V,) each
+            last = (numbers[begin : begin + HEAD_ROWS], slice(-1, None))
+            states = hidden.states_at(tensors, last, computed)[:, 0]  # (rows, 1, D) -> (rows, D)
+            yield from head.logits(states, final)  # (rows, V) -> (V,) each
 
     lasts = [stop - 1 for stop in shard.starts[1:]]
     largest = max(hidden.logprob_difference(row, work.top[position]) for position, row in enumerate(logits(lasts)))
@@ -438,8 +438,8 @@ def repeat(
     for number, (work, position) in enumerate(chosen):
         pairs = []
         for tensors, owner, place in ((work.shard.tensors(), work.shard, position), (second, shard, number)):
-            rows = hidden.rows_of(tensors, owner.starts[place], owner.starts[place + 1])
-            pairs.append(hidden.restored(rows[0], rows[1] if len(rows) > 1 else None, computed).float())  # (T, K+1, D)
+            rows = slice(owner.starts[place], owner.starts[place + 1])
+            pairs.append(hidden.states_at(tensors, rows, computed).float())  # (T, K+1, D)
         bitwise &= work.journal.durable[position].rows_xxh3 == again.journal.durable[number].rows_xxh3
         largest = max(largest, float((pairs[0] - pairs[1]).abs().max()))
     return {"samples": shard.metadata["ids"], "bitwise": bitwise, "largest_difference": largest}

@@ -398,6 +398,12 @@ def restored(states: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dty
     return (states.to(torch.float32) * scales[..., None]).to(dtype)  # (T, K+1, D)
 
 
+def states_at(tensors: dict[str, torch.Tensor], index: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return `states[index]` of a shard's tensors in the dtype they were computed in; see `restored`."""
+    scales = tensors["scales"][index] if "scales" in tensors else None
+    return restored(tensors["states"][index], scales, dtype)
+
+
 # ----------------------------------------------------------------------------------------------------
 # Self-checks
 
@@ -485,10 +491,9 @@ class Chunk:
         entry = self.manifest["samples"][number]
         shard = self._shards[entry["shard"]]
         begin, end = shard.starts[entry["position"] : entry["position"] + 2]
-        rows = rows_of(shard.tensors, begin, end)
         ids, mask = shard.tensors["input_ids"][begin:end], shard.tensors["loss_mask"][begin:end]
         if number not in self._checked:
-            found = (end - begin, ids_sha256(ids), checksum(mask), checksum(*rows))
+            found = (end - begin, ids_sha256(ids), checksum(mask), checksum(*rows_of(shard.tensors, begin, end)))
             expected = tuple(entry[key] for key in ("tokens", "ids_sha256", "mask_xxh3", "rows_xxh3"))
             if found != expected:
                 raise ArtifactError(
@@ -496,8 +501,8 @@ class Chunk:
                     f"{found}; make it anew with: {artifact.rebuild_command(shard.path)}"
                 )
             self._checked.add(number)
-        scales = rows[1] if len(rows) > 1 else None
-        states = restored(rows[0], scales, DTYPES[self.metadata["computed_dtype"]])  # (T, K+1, D)
+        dtype = DTYPES[self.metadata["computed_dtype"]]
+        states = states_at(shard.tensors, slice(begin, end), dtype)  # (T, K+1, D)
         return Sample(entry["id"], entry["held_out"], ids, mask, states)
 
     def __iter__(self) -> Iterator[Sample]:

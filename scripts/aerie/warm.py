@@ -266,7 +266,7 @@ def free_lease(folder: Path, identity: str) -> Lease | None:
 
 
 def _detach(folder: Path, prefix: list[str], workflow: str) -> None:
-    """Run the keeper of a server in a session of its own that outlives this process; `prefix` runs its container."""
+    """Run the keeper of a server as the leader of a process group that outlives this process; `prefix` runs its container."""
     python = "python" if prefix else sys.executable  # the image's own
     command = [*prefix, python, "-c", KEEPER, str(Path(__file__).resolve().parents[1]), str(folder), workflow]
     subprocess.run(["/bin/sh", "-c", DETACH, str(folder), *command], start_new_session=True, check=True)

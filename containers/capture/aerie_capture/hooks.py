@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from aerie_capture.protocol import (
+    COMPUTED_DTYPES,
     CONFIG_VARIABLE,
-    DTYPE_BYTES,
     FLOAT8,
     TICKET_KEY,
     Address,
@@ -146,7 +146,8 @@ def switch_capture_on(runner: Any) -> None:
     text_config = runner.model_config.hf_text_config
     defects = refused_settings(setting, device=str(runner.device), tp_size=size)
     defects += refused_layers(config.layers, text_config.num_hidden_layers)
-    defects += refused_dtypes(config.dtype, str(runner.dtype).removeprefix("torch."))
+    computed = str(runner.dtype).removeprefix("torch.")
+    defects += refused_dtypes(config.dtype, computed)
     defects += scaled_finals(runner.model, text_config)
     module, setter, missing = find_capture_module(runner.model)
     if module is not None:
@@ -185,7 +186,7 @@ def switch_capture_on(runner: Any) -> None:
         "final": config.final,
         "num_hidden_layers": text_config.num_hidden_layers,
         "hidden_size": text_config.hidden_size,
-        "dtype": str(runner.dtype).removeprefix("torch."),
+        "dtype": computed,
         "stored_dtype": config.dtype,
         "tp_rank": rank,
         "tp_size": size,
@@ -296,7 +297,7 @@ def refused_layers(layers: tuple[int, ...], num_hidden_layers: int) -> list[str]
 
 def refused_dtypes(stored: str, computed: str) -> list[str]:
     """Reasons in the dtypes; [] when the states can be stored as asked."""
-    if computed not in DTYPE_BYTES or computed == FLOAT8:
+    if computed not in COMPUTED_DTYPES:
         return [f"the server computes in {computed}: capture needs --dtype bfloat16 or float32"]
     if stored not in (computed, FLOAT8):
         return [f"dtype {stored} is asked for, the server computes in {computed}: store {computed} or {FLOAT8}"]
@@ -410,7 +411,6 @@ class Capture:
     ) -> None:
         self.config = config
         self.hidden_size = hidden_size
-        self.dtype_name = str(dtype).removeprefix("torch.")
         self._dtype = dtype
         # A prompt that the server cuts holds a slab per piece, however short, until it is whole.
         cuts = -(-forward_tokens // chunk_tokens) if chunk_tokens > 0 else 1
